@@ -77,7 +77,7 @@ __all__ = [
     "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim", "policies", "prepare",
     "scaling", "set_policy",
 ]
-# Where the names are that one may look for at the top.
+# Packages with names that users may look for at the top; the error then says where they are.
 _PLACES = (
     "casting", "nn", "optim", "scaling", "compat", "apex.amp", "apex.fp16_utils",
     "apex.normalization", "apex.optimizers", "apex.parallel", "apex.multi_tensor_apply",

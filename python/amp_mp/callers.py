@@ -1,6 +1,6 @@
 """Callers that are recognised by their stack frames; no other file looks at the stack.
 
-Each function says why what the caller passes cannot tell.
+Each function says why no argument can tell.
 """
 
 import sys
@@ -34,7 +34,7 @@ def level_outside() -> int:
 
 
 def _modules() -> list[str]:
-    """The modules of the frames from the caller of the function that asks on outwards."""
+    """The modules of the stack frames, outwards from the caller of the function that calls this."""
     frame: FrameType | None = sys._getframe(2)
     found = []
     while frame is not None:

@@ -12,7 +12,7 @@ NATIVE = (torch.float32, *LOW_PRECISION)  # what the native passes read and writ
 
 
 def check_dtype(found: Any, choices: Sequence[torch.dtype], argument: str = "dtype") -> None:
-    """Raises ValueError, naming the argument, for what is none of these dtypes."""
+    """Raises ValueError, naming the argument, for anything but one of these dtypes."""
     if found in choices:
         return
     *others, last = map(str, choices)

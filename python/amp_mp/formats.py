@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, check_choice, check_dtype
-from amp_mp.optim.state import formats as stored
+from amp_mp.optim.state import stored_formats as stored
 
 SPLITS = ("split32", "split24")
 NAMES = (*SPLITS, *dict.fromkeys((*stored.MOMENTS, *stored.SQUARES)))
@@ -43,7 +43,7 @@ def encode(
         x: any shape, float32, dense. A negative number becomes NaN in float16_root and ue8m8; in
             log8 all its group does.
         format: one of the module's.
-        weight_dtype: of a split's first part, torch.bfloat16 or torch.float16.
+        weight_dtype: the dtype of a split's first part, torch.bfloat16 or torch.float16.
         seed, step, number: choose the random bits of stochastic rounding; the optimizers pass a
             group's seed, the parameter's step and its number among the optimizer's parameters.
 

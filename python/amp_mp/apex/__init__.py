@@ -20,7 +20,7 @@ from amp_mp.apex import (
     parallel,
 )
 from amp_mp.apex.missing import explain_missing
-from amp_mp.text_table import warn
+from amp_mp.messages import warn
 
 # fmt: off
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "parallel", "register",
 ]
 # fmt: on
-# Apex's files, by package: each is here the package itself, which has the names of all of them.
+# Apex's files, by package: here each name is the package itself, which has the names of all files.
 FILES = {
     "amp": "_amp_state amp frontend handle scaler",
     "contrib.clip_grad": "clip_grad",
@@ -54,7 +54,7 @@ for package in (sys.modules[__name__], amp, contrib, parallel):
 def register() -> None:
     """Makes `import apex`, `import apex.optimizers`, ... and `import amp_C` find what is here.
 
-    Warns where Apex itself is installed, which is then not taken. RuntimeError where it was
+    Warns where Apex itself is installed, which is then not imported. RuntimeError where it was
     imported before.
     """
     own = sys.modules[__name__]

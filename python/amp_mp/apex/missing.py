@@ -1,4 +1,4 @@
-"""What there is not of Apex's tree, and what to use instead."""
+"""Parts of Apex's tree that are not here, and what to use instead."""
 
 import sys
 from types import ModuleType

@@ -2,8 +2,8 @@
 
 `save` writes one directory, which `load` reads on any number of processes, into any storage format.
 `contents` finds what is in a directory, `model_part` fills the model and its masters,
-`optimizer_part` makes the optimizer's state dict. `processes` makes an error of one process that of
-all.
+`optimizer_part` makes the optimizer's state dict. `processes` raises the error of one process on
+all of them.
 """
 
 from amp_mp.checkpoint.save_load import load, save

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_mp.sharding.shards import like, local_of
+from amp_mp.torch_private import flatten_state_dict, unflatten_state_dict
 
 PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it is replacing
 STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
@@ -26,12 +27,12 @@ STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
 class Contents:
     """The names of everything in a directory of torch.distributed.checkpoint.
 
-    keys: of everything. tensors: torch's metadata of those that are tensors. parts: the names at
-    the top.
+    keys: all keys. tensors: torch's metadata of those that are tensors. parts: the names at the
+    top.
     model, optimizer: what stands before the names of parameters and before "state.NAME.ENTRY" in
     the keys; None where there is no such part. In what `save` wrote they are "model." and
-    "optimizer."; in other files they are found by the parameters' names, so these may call the two
-    as they like.
+    "optimizer."; in other files, which may call the two parts anything, they are found by the
+    parameters' names.
     states: the keys of each parameter's optimizer state, by the parameter's name and by entry.
     groups: the keys of the optimizer's param_groups, each with the group's number and the setting.
     In files of flattened state dicts there is a parameter's name in place of a number.
@@ -40,7 +41,7 @@ class Contents:
     """
 
     def __init__(self, path: str | PathLike[str], names: Iterable[str]) -> None:
-        """names: of the model's parameters.
+        """names: the model's parameters have these.
 
         Raises FileNotFoundError where there is no complete checkpoint, ValueError where several
         parts of it have the model's parameters.
@@ -73,7 +74,7 @@ class Contents:
             self.optimizer = None
 
     def _find_parts(self, known: set[str]) -> None:
-        """Of other files: by the names of the model's parameters in the keys."""
+        """Finds the parts of other files by the names of the model's parameters in the keys."""
         weights = Counter(key[:at] for key in self.keys for at in _begins(key) if key[at:] in known)
         self.model = _chosen(weights, ("model",), "the model's parameters")
         states = Counter(s for key in self.keys for s, name in _states(key) if name in known)
@@ -84,9 +85,9 @@ class Contents:
         self.optimizer = _chosen(states, ("optimizer", "optim"), "the optimizer's state")
 
     def _sort(self, parts: Set[str]) -> None:
-        """Says of every key what it is of, in the same order on all processes.
+        """Sorts the keys by what they belong to, in the same order on all processes.
 
-        parts: at the top, those with the model and the optimizer.
+        parts: the names at the top under which the model and the optimizer are.
         """
         state, group = f"{self.optimizer}state.", f"{self.optimizer}param_groups."
         # Where one of them is "", every key begins so.
@@ -140,7 +141,7 @@ def _read(path: Path) -> Any:
 
 
 def _chosen(starts: Counter[str], preferred: tuple[str, ...], what: str) -> str | None:
-    """The start under which most names were found; of several the one with a preferred name."""
+    """The start under which most names were found; among equals the one with a preferred name."""
     most = [start for start, count in starts.items() if count == max(starts.values())]
     for name in preferred:
         named = [start for start in most if start.rstrip(".").rpartition(".")[2] == name]
@@ -154,18 +155,18 @@ def _chosen(starts: Counter[str], preferred: tuple[str, ...], what: str) -> str 
 
 
 def _begins(key: str) -> list[int]:
-    """Where the parts of a key begin that are between dots."""
+    """Where each part of a key, between dots, begins."""
     return [0, *(at for at, before in enumerate(key, 1) if before == ".")]
 
 
 def _after(key: str, word: str) -> list[tuple[str, str]]:
-    """What stands before and after a word between dots, wherever it is in the key."""
+    """Splits the key at each ".word.": what is before it, and what is after it."""
     found = [at for at in _begins(key) if key.startswith(f"{word}.", at)]
     return [(key[:at], key[at + len(word) + 1 :]) for at in found]
 
 
 def _states(key: str) -> list[tuple[str, str]]:
-    """Where a parameter's state may begin in the key, and the parameter's name there."""
+    """Splits "x.state.NAME.ENTRY" into ("x.", NAME), at each place where a state may begin."""
     found = [(start, rest.rpartition(".")[0]) for start, rest in _after(key, "state")]
     return [(start, name) for start, name in found if name]
 
@@ -177,9 +178,7 @@ def empty_like(value: Any, dtype: torch.dtype) -> Tensor:
 
 def with_structure(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """A state to save, and with it the containers of `kept`, some of its values by name."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    flat, _ = flatten_state_dict(kept)
+    flat = flatten_state_dict(kept)
     named = {name: _names(value, name, set(flat)) for name, value in kept.items()}
     return {**state, STRUCTURE: (named,)}  # a tuple is stored as one value
 
@@ -196,8 +195,6 @@ def _names(value: Any, key: str, leaves: set[str]) -> Any:
 
 def rebuilt(contents: Contents, values: dict[str, Any]) -> dict[str, Any]:
     """What was saved beside the model and the optimizer. values: what was read, by key."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-
     if STRUCTURE not in values:  # written by torch
         return unflatten_state_dict(values, {key: contents.paths[key] for key in values})
     try:

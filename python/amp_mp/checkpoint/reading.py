@@ -1,4 +1,4 @@
-"""What one call of `load` reads of a directory, for a model and its optimizer."""
+"""What one call of `load` reads from a directory, for a model and its optimizer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,12 @@ from amp_mp.checkpoint.processes import run
 
 @dataclass
 class Reading:
-    """Whose the values of a file are; they are empty tensors, or None, until `read`.
+    """The values of a file, sorted by owner; they are empty tensors, or None, until `read`.
 
     params: the model's parameters by name. targets: its state dict. groups, names: the names of the
     optimizer's parameters, group by group and together.
-    weights: of the model's state dict, by name. states: what the optimizers of the file kept, by a
-    parameter's name and by entry. others: by key, the rest and the optimizer's param_groups.
+    weights: the model's state dict. states: what the optimizer of the file has kept, by a
+    parameter's name and by entry. others: the rest and the optimizer's param_groups, by key.
     masters: float32 values by name, for weights whose dtype in the file is not the parameter's.
     """
 

@@ -18,7 +18,9 @@ from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
 from amp_mp.checkpoint.reading import Reading
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.optim.state.edit_blocks import refuse_swapped
+from amp_mp.param_groups import params_in
+from amp_mp.torch_private import EXTRA_STATE
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
 MARK = ".amp_mp_saving"  # a file in directories that an unfinished save may delete
@@ -46,11 +48,11 @@ def save(
             one. Without it the bits that rounding cut off from the weights are saved all the same,
             and `load` of a prepared model keeps them.
         more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
-            on all processes, of which one writes it.
+            on all processes. One process writes it.
 
     Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
     parameters; FileExistsError where path is a file or a directory with other files in it, or where
-    path with .incomplete or .previous is there that no save made; RuntimeError where a process
+    path with .incomplete or .previous exists and no save has made it; RuntimeError where a process
     cannot write. If a process does not call it, the others wait for the process group's timeout.
     """
     from torch.distributed.checkpoint import state_dict_saver
@@ -76,7 +78,7 @@ def save(
             unfinished.mkdir(parents=True)
             (unfinished / MARK).touch()
     for name, value in weights.items():
-        if name.endswith(model_part.EXTRA) and isinstance(value, dict | list):
+        if name.endswith(EXTRA_STATE) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
     with all_or_none():
         kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}
@@ -139,7 +141,7 @@ def load(
         found = amp.checkpoint.load("step_1000", model, optimizer, scheduler=scheduler)
         step = found["step"]
 
-    Weights and states of any of amp_mp's formats are read into any other. Of a file of
+    Weights and states of any of amp_mp's formats are read into any other. From a file of
     torch.optim.AdamW and the like, float32 weights become the masters of low-precision parameters
     and their rounded values the parameters; the step count and the moments go on. Without an
     optimizer, a model from amp_mp.prepare keeps the file's float32 values, or its masters, for the
@@ -180,7 +182,7 @@ def load(
         if optimizer is not None:
             optimizer_part.check_has_optimizer(contents, names, strict)
         given = [] if optimizer is None else optimizer.param_groups
-        away = {p for group in given if group.get("offload") for p in group["params"]}
+        away = {*params_in(group for group in given if group.get("offload"))}
         template = partial(optimizer_part.template, contents)
         states = {n: template(n, p, n not in names, p in away) for n, p in params.items()}
         others = [*contents.others, *(contents.groups if groups else ())]
@@ -206,7 +208,7 @@ def load(
             }
             held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
             undo.callback(vars(optimizer).update, held)
-            optimizer.load_state_dict(packed)
+            optimizer_part.load_checked(optimizer, packed)
             optimizer.state.update(before)
         for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             undo.callback(_way_back(each))
@@ -221,7 +223,7 @@ def load(
 
 
 def _way_back(each: Any) -> Callable[[], None]:
-    """What gives an object the state back that it has now."""
+    """A function that gives an object back the state that it has now."""
     own = getattr(each, "__dict__", {})
     held = dict(own), copy.deepcopy(each.state_dict()) if hasattr(each, "state_dict") else None
 

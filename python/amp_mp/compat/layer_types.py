@@ -1,4 +1,4 @@
-"""NVCaffe's types of a net and its layers: of storage and arithmetic, forward and backward."""
+"""NVCaffe's types of a net and its layers, for storage and arithmetic, forward and backward."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -88,15 +88,15 @@ def set_layer_types(
     are FLOAT unless `layers` names them. docs/layer_types.md has the costs.
 
     Args:
-        model: in place, before or after `prepare`. Copies and pickles have the types as well.
+        model: is changed in place, before or after `prepare`. Copies and pickles have the types.
         default_forward_type, default_backward_type: "FLOAT", "FLOAT16", "DOUBLE", "BFLOAT16", or a
             torch dtype of these.
         default_forward_math, default_backward_math: the same; default: the net's type.
         layers: for fnmatch patterns over names of layers, or of modules that contain them, any of
             forward_type, backward_type, forward_math and backward_math; the last match counts. A
             layer's math type is its own entry, else its own type's, else the net's.
-        solver_data_type: of weights and history: "FLOAT", "FLOAT16" or "DOUBLE". No weight is
-            converted; see SolverTypes for what follows.
+        solver_data_type: the type of weights and history, "FLOAT", "FLOAT16" or "DOUBLE". No weight
+            is converted; SolverTypes tells what follows.
 
     Returns a table of the layers' types; `undo()` gives the layers back their own forward methods.
 

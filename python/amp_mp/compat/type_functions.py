@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from amp_mp.dtypes import rounded
 from amp_mp.nn.float32_layers import autocast_off
+from amp_mp.torch_private import functorch_is_active, has_forward_derivatives
 
 # What torch.convolution takes after the bias; None stands for a linear layer.
 Geometry = tuple[Any, ...] | None
 
 
 class Types(NamedTuple):
-    """The four types of a layer: of storage and of arithmetic, forward and backward."""
+    """The four types of a layer, for storage and arithmetic, forward and backward."""
 
     forward: torch.dtype
     backward: torch.dtype
@@ -70,7 +70,7 @@ def _applied(function: Any, dual: Any, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*arguments)
-    asked = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    asked = functorch_is_active() or has_forward_derivatives()
     return (dual if asked else function).apply(*arguments)
 
 
@@ -212,8 +212,8 @@ Compute = Callable[[list[Tensor], bool], list[Tensor]]
 class _Recomputed(torch.autograd.Function):
     """Any layer in these types, whose backward pass runs it again in types.backward_math.
 
-    inputs: how many of the tensors are; the others are weights. random: whether the layer may draw
-    random numbers on the CPU, which are then the same in both.
+    inputs: how many of the tensors are inputs; the others are weights. random: whether the layer
+    may draw random numbers on the CPU, which are then the same in both.
     """
 
     @staticmethod

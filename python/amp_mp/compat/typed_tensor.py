@@ -34,11 +34,11 @@ class TypedTensor:
     before the next read. Integers are read and written in their own type only, and not updated.
 
     Args:
-        shape: of data and gradient.
+        shape: data and gradient have it.
         dtype: the master's: the type of updates, and of data() without a type. float64, float32,
             float16, bfloat16, int32, uint32, int64 or uint64.
-        grad_dtype: of grad() without a type; default: dtype.
-        device: of all arrays. Each is allocated when it is first asked for.
+        grad_dtype: the type of grad() without a type; default: dtype.
+        device: where all arrays are. Each is allocated when it is first read or written.
 
     Raises TypeError for other dtypes, here and in methods, for a conversion to or from integers and
     an update() of or by integers; ValueError for a negative size in shape.
@@ -86,7 +86,7 @@ class TypedTensor:
     def update(self) -> None:
         """Data -= gradient in the master's type; NVCaffe's subtracts in the type read last.
 
-        TypeError if either is of integers; nothing is changed.
+        TypeError if either has integers; nothing is changed.
         """
         for name, dtype in (("data", self.dtype), ("gradient", self.grad_dtype)):
             if dtype in INTEGERS:

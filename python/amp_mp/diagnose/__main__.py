@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_path(str(options.script), run_name="__main__")
     except EnoughError:
         pass
-    finally:  # the script's exception or exit goes on from here as it was raised
+    finally:  # the script's exception or exit then goes on unchanged
         sys.stdout.flush()
         found = recording.finish(options.out)
         print(describe_products())

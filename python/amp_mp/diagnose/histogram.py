@@ -40,10 +40,11 @@ def limits(dtype: torch.dtype) -> Limits:
 class Diagnosis(NamedTuple):
     """What becomes of numbers x that are multiplied by a scale and rounded to a format.
 
-    lost, subnormal, overflow: of the elements that are not 0, inf or NaN, the shares from 0 to 1
-    whose product becomes 0 (in float16 up to 2^-25), is above that and below the smallest normal
-    number (2^-14), or becomes inf (from 65520 on). headroom: by how many binades the scale can grow
-    until the largest |x| exceeds the format's largest number; None if all are 0, inf or NaN.
+    lost, subnormal, overflow: the shares, from 0 to 1, whose product becomes 0 (in float16 up to
+    2^-25), is above that and below the smallest normal number (2^-14), or becomes inf (from 65520
+    on); elements that are 0, inf or NaN are not counted. headroom: the number of binades by which
+    the scale can grow until the largest |x| exceeds the format's largest number; None if all are 0,
+    inf or NaN.
     """
 
     scale: float
@@ -83,7 +84,7 @@ class ExponentHistogram:
             raise TypeError(f"{expected}, found {tensor.dtype}")
         check_scale(scale, "scale")
         result = cls()
-        # As a tensor: by a number torch multiplies with its reciprocal on a GPU, rounded twice.
+        # A tensor, since on a GPU torch multiplies by a number's reciprocal, which rounds twice.
         divisor = torch.full((), scale, dtype=torch.float64, device=tensor.device).float()
         for part in torch.split(tensor.detach().reshape(-1), _CHUNK) if tensor.numel() else ():
             values = part.float() if scale == 1 else part.float() / divisor

@@ -29,9 +29,10 @@ class Recording(ExitStack):
     watched with everything in it, under its class's name. Compiled code runs uncompiled.
 
     scale: the loss scale to judge gradients at; default: that of the policy or GradScaler last used
-    before backward. steps: raise EnoughError in the backward after this many. dtype: to judge for;
-    default: float16, for updates the parameter's own low precision. Raises ValueError for a scale
-    that is not finite or not above 0, steps below 1, and a dtype but float32 and the low ones.
+    before backward. steps: the number of backward passes after which EnoughError is raised. dtype:
+    the format to judge for; default: float16, for updates the parameter's own low precision. Raises
+    ValueError for a scale that is not finite or not above 0, steps below 1, and a dtype other than
+    float32, float16 and bfloat16.
     """
 
     def __init__(
@@ -153,9 +154,10 @@ def start(
 ) -> Recording:
     """Watches the rest of this script, and prints what was found when it ends.
 
-    out: a folder for pictures, which need matplotlib, or ImportError; default: none. scale: to
-    judge gradients at, or ValueError if not finite or not above 0; default: the script's own.
-    dtype: to judge for, float16, bfloat16 or float32, or ValueError; default: float16.
+    out: a folder for pictures; default: none. scale: the loss scale to judge gradients at; default:
+    the script's own. dtype: the format to judge for, float16, bfloat16 or float32; default:
+    float16. Raises ImportError for pictures without matplotlib, ValueError for another dtype and a
+    scale that is not finite or not above 0.
     """
     if out is not None:
         new_figure(1, 1.0)  # imports matplotlib now: at exit some modules cannot be imported

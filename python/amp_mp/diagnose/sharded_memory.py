@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import optim
-from amp_mp.optim.state.formats import MASTER_ENTRIES
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.text_table import aligned
 
 VERDICT_BYTES = 3 * 8  # sum of squares, largest |g|, number of inf and NaN, as float64
@@ -19,7 +19,7 @@ class Recipe:
     """How a model is trained with fully_shard.
 
     weights: dtype of the shards. computes: dtype of the gathered weights, the policy's
-    param_dtype. memory: of amp_mp's optimizer.
+    param_dtype. memory: the optimizer's preset.
     """
 
     name: str
@@ -42,8 +42,8 @@ RECIPES = (
 class RankBytes:
     """Bytes of one process, by recipe.
 
-    weights, gradients, masters, states: of its shards, held between backward and zero_grad.
-    host: of masters and states what offload="state" has in memory of the host.
+    weights, gradients, masters, states: its shards' bytes between backward and zero_grad.
+    host: the part of masters and states that offload="state" keeps in memory of the host.
     gathered: the whole weights of the largest unit. all_gather, reduce: what the process receives
     in a step for weights and gradients. verdict: what it receives so that all processes find the
     same norm and overflow.
@@ -62,7 +62,7 @@ class RankBytes:
 
     @property
     def held(self) -> float:
-        """Of weights, gradients, masters, states and the largest gathered unit, without `host`."""
+        """The sum of weights, gradients, masters, states and the largest gathered unit."""
         kept = self.masters + self.states - self.host
         return self.weights + self.gradients + kept + self.gathered
 
@@ -108,15 +108,15 @@ def sharded_memory(
     matrix whose rows are multiples of 32; activations and temporary buffers are not counted. FSDP2
     gathers the next unit while one computes, so that `gathered` may be there twice.
 
-    Every collective is counted as a ring: of n processes each receives (n - 1) / n of what an
+    Every collective is counted as a ring: each of n processes receives (n - 1) / n of what an
     all-gather makes or a reduce-scatter takes, and twice that of what an all-reduce takes. A step
     has an all-gather of all weights in forward, another in backward if units are resharded, a
     reduce-scatter of all gradients over the shards and an all-reduce of the shard over replicas.
 
     Args:
-        parameters: of the model, their number, or the model itself. ranks: processes in all.
+        parameters: the number of the model's parameters, or the model. ranks: processes in all.
         optimizer: the name of one of amp_mp.optim.
-        replicas: of HSDP; ranks / replicas processes share one copy of the model.
+        replicas: HSDP's copies of the model; ranks / replicas processes share one.
         largest_unit: parameters of the largest module that fully_shard was called with.
         reduce_dtype: the policy's reduce_dtype, in which gradients are sent.
         reshard_after_forward: as for fully_shard.

@@ -23,9 +23,9 @@ Source = Optimizer | FP16_Optimizer | nn.Module | None
 class Updates(NamedTuple):
     """One parameter's updates over all steps seen.
 
-    dtype: they are judged for. elements: how many had a gradient or an update. lost, between, kept:
-    shares of these; together 1. median: of |update| / |weight| over the whole layer at the last
-    step, None where no weight had an update.
+    dtype: the format they are judged for. elements: how many had a gradient or an update. lost,
+    between, kept: shares of these, together 1. median: the median of |update| / |weight| over the
+    whole layer at the last step, None where no weight had an update.
     """
 
     name: str
@@ -66,10 +66,10 @@ class UpdateRatios(ExitStack):
     constant spacing (float16: 2^-25) is the edge of both. w is the weight rounded to the format, u
     the step's exact change of the float32 weight: a parameter, or the master in the optimizer.
 
-    Of a low-precision parameter without a master an update is lost where the weight stayed the same
+    Without a master an update of a low-precision parameter is lost where the weight stayed the same
     although its gradient is not zero. Not counted: a step that changed nothing because of inf or
     NaN in the gradients, and the step in which an amp_mp optimizer makes a parameter's master.
-    Weights are copied during each step. Of DTensors the shards of this process are counted.
+    Weights are copied during each step. DTensors count with the shards of this process.
 
     Args:
         source: the optimizer or FP16_Optimizer whose steps are compared; or a module: every step of
@@ -115,7 +115,7 @@ class UpdateRatios(ExitStack):
         # By parameter name: the format, and how many updates were lost, in between and kept.
         self._counts: dict[str, tuple[torch.dtype, Tensor]] = {}
         self.medians: dict[str, float] = {}
-        self.steps = self.skipped = 0  # that ran, and those of them that inf or NaN stopped
+        self.steps = self.skipped = 0  # steps that ran, and those that inf or NaN stopped
 
     def report(self) -> UpdateTable:
         """The table of what was counted so far."""
@@ -190,7 +190,7 @@ class UpdateRatios(ExitStack):
 def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
     """What the update changes: the float32 master in the optimizer's state, or the parameter.
 
-    Of a DTensor this process's shard.
+    A DTensor gives this process's shard.
     """
     master = _C.master_of(param, optimizer.state.get(param, {}))
     return local_of(param if master is None else master)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
 from amp_mp.nested import tensors_in
-from amp_mp.overflow_report import OverflowReport, dense_values, nonfinite_gradients
+from amp_mp.optim.step.overflow_report import OverflowReport, dense_values, nonfinite_gradients
 from amp_mp.scaling.overflows import SKIPS, STUCK, OverflowWatch
 from amp_mp.scaling.policies import check_scale
 from amp_mp.sharding.shards import any_dtensor
@@ -104,15 +104,15 @@ class Watch(AbstractContextManager["Watch"]):
         print(seen.report())
 
     weights, activations: an ExponentHistogram of the unscaled gradients by name of the parameter or
-    module, one for all outputs and calls of a module. Of sparse gradients the stored values are
-    counted. left_out: why gradients could not be counted (float64, tensor subclasses), by name.
-    nonfinite: the module whose output was the first with inf or NaN; None: none was.
+    module, one for all outputs and calls of a module. Sparse gradients count with their stored
+    values. left_out: why gradients could not be counted (float64, tensor subclasses), by name.
+    nonfinite: the module whose output was the first with inf or NaN; None if there was none.
 
     Around a compiled model put torch.compiler.set_stance("force_eager"), so that hooks see it.
 
     Args:
         model: the gradients of its parameters, after accumulation, and of the outputs of modules
-            without children are counted; of those that are trainable and part of it now.
+            without children are counted, if these are trainable and part of it now.
         scaler: what holds the loss scale, by which gradients are divided before they are counted: a
             number, a policy, a GradScaler (amp_mp's or torch's), an FP16_Optimizer, or a function
             that returns a number. Read for each gradient. Default: None, no scale.
@@ -166,7 +166,7 @@ class Watch(AbstractContextManager["Watch"]):
     def report(
         self, scale: float | None = None, dtype: torch.dtype = torch.float16
     ) -> GradientReport:
-        """What was counted so far, judged by ExponentHistogram.at; default: the scaler's scale."""
+        """The counts so far, judged by ExponentHistogram.at; default: at the scaler's scale."""
         scale = scale_of(self.scaler) if scale is None else scale
         report = GradientReport(self.weights, self.activations, scale, dtype, self.left_out)
         report.of_shards = self._of_shards
@@ -184,7 +184,7 @@ class Watch(AbstractContextManager["Watch"]):
             self._count(self.weights, name, param.grad)
 
     def _on_forward(self, name: str, output: Any) -> None:
-        # Leaves are left out: a module may return a parameter, where the hook would stay.
+        # No leaves: a module may return a parameter, and the hook would stay on it.
         tensors = [t for t in tensors_in(output, results=True) if t.grad_fn is not None]
         if self.nonfinite is None and not all(bool(t.isfinite().all()) for t in tensors):
             self.nonfinite = name
@@ -240,7 +240,7 @@ def scale_of(source: Any) -> float:
 def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     """Which gradients have inf or NaN now; call it between backward and the step.
 
-    Of a sparse gradient its values are read, of a DTensor this process's shard. Other tensor
+    A sparse gradient counts with its values, a DTensor with this process's shard. Other tensor
     subclasses, and dtypes other than float32, float16 and bfloat16, are skipped.
 
     params: a module, or parameters by name: a mapping or pairs. scale: the loss scale of the

@@ -14,12 +14,13 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.graphs import is_capturing, outside_graphs, refuse_split
-from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step.cuda_graphs import is_capturing, refuse_split
+from amp_mp.param_groups import param_infos, params_in
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import WholeStatistics, checked_groups, statistics_of
 from amp_mp.switch import ENABLED
+from amp_mp.torch_private import outside_graphs
 
 DERIVED = "_updates", "_statistics", "_places"  # what a copy or a pickle makes anew
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -47,9 +48,9 @@ class GradScaler(torch.amp.GradScaler):
         loss_scale: what moves the scale instead of torch's rule: "Backoff", "LogMax", a policy, or
             a number for a scale that never moves (overflowing steps are still skipped); in the
             state dict it is `loss_scaler`. ValueError for anything else.
-        process_groups: of torch.distributed, over which other processes hold other parameters of
-            the model (pipeline stages), for optimizers other than amp_mp's. Those over which
-            DTensors are sharded are known. Default None.
+        process_groups: torch.distributed process groups whose processes hold other parameters of
+            the model (pipeline stages), for optimizers other than amp_mp's. Groups of DTensors are
+            known already. Default None.
 
     With DTensors an overflow on one process skips the step on all; torch's scaler can miss it.
     """
@@ -68,7 +69,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         self._process_groups = checked_groups(process_groups)
         self._statistics = WeakKeyDictionary[Optimizer, WholeStatistics]()
-        self._places = WeakKeyDictionary[Optimizer, dict[Any, Tensor]]()  # of what unscale_ finds
+        self._places = WeakKeyDictionary[
+            Optimizer, dict[Any, Tensor]
+        ]()  # where unscale_ puts its results
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale
@@ -85,9 +88,8 @@ class GradScaler(torch.amp.GradScaler):
         for state in self._per_optimizer_states.values() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED and "hooks" not in state:
                 groups = getattr(state["optimizer"](), "param_groups", ())
-                params = [p for group in groups for p in group["params"]]
                 note = state.setdefault("mixed", []).append  # called with the parameter
-                leaves = [p for p in params if p.requires_grad and p.is_leaf]
+                leaves: list[Any] = [p for p in params_in(groups) if p.requires_grad and p.is_leaf]
                 state["hooks"] = [p.register_post_accumulate_grad_hook(note) for p in leaves]
         return super().scale(outputs)
 
@@ -115,7 +117,7 @@ class GradScaler(torch.amp.GradScaler):
         measures = state["stage"] is OptState.READY  # and not after unscale_
         if measures:
             state["captured"] = captures
-        # Of an eager unscale_ a captured step finds the result where it always is.
+        # An eager unscale_ leaves its result at a fixed address, which a captured step reads.
         refuse_split("step", state["captured"] or captures, captures)
         own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
         if own is None or "closure" in kwargs or stepper_of(own).releases:
@@ -148,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
             if log.scale_updated:
                 self._updates.stepped(log.reports)
             decided = gradients.Verdict(*verdict)
-            # A norm above the limit is none of the scale's business.
+            # A norm above the limit does not change the scale.
             limited = own.skip_norm_above is not None
             found = decided.found_inf == gradients.OVERFLOW if limited else decided.found_inf
             state["found_inf_per_device"] = {verdict.device: found.double()}
@@ -163,8 +165,11 @@ class GradScaler(torch.amp.GradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         if self._policy is not None:
             tracker = self._policy.to(scale.device).state_tensor
-        names = "growth_factor", "backoff_factor", "growth_interval"
-        settings = {name: getattr(self, f"_{name}") for name in names}
+        settings = {
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
         return ScaleNumbers(scale, tracker, self._policy, settings)
 
     def scale_on(self, device: torch.device) -> Tensor | None:
@@ -325,12 +330,11 @@ class GradScaler(torch.amp.GradScaler):
 
 def check_gradients(optimizer: FusedOptimizer) -> None:
     """Raises AssertionError, in torch's words, where no backward was called before the step."""
-    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-    if any(grad is not None for grad in grads):
+    if any(param.grad is not None for param in params_in(optimizer.param_groups)):
         return
     stepper = stepper_of(optimizer)
-    stepper.hooks.check_replaced(optimizer.param_groups)
     if stepper.attachment is None or not stepper.attachment.has_released():
+        stepper.hooks.check_replaced(optimizer.param_groups)
         raise AssertionError(
             "No inf checks were recorded for this optimizer: none of its parameters has a "
             "gradient. Call scaler.scale(loss).backward() before scaler.step(optimizer)"
@@ -338,7 +342,7 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
 
 
 def begin_momentum(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Makes what a first step of torch's fused SGD would leave unwritten if it is skipped.
+    """Sets the momentum that a skipped first step of torch's fused SGD would leave unwritten.
 
     torch's next step is never a first one, and would take those buffers for momenta. A momentum of
     -0.0 makes it one: momentum * -0.0 + gradient is the gradient, bit for bit. With dampening there

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.step.graphs import is_capturing
-from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.optim.step.cuda_graphs import is_capturing
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy
 
@@ -63,7 +63,7 @@ class ScaleUpdates:
         # Native updates of the last two iterations, with their tensors: as long as these are
         # referenced, no other tensor gets the same id.
         self._known: dict[tuple[float, ...], tuple[Pair, Pair, _C.ScaleUpdate]] = {}
-        self._start: Start | None = None  # of the update handed to a step
+        self._start: Start | None = None  # of the update that a step was given
         self._is_ahead = False  # whether the step has computed the numbers in `_spare`
         self._reports: _C.StepReports | None = None  # where the newest numbers are reported
         self._own: _C.StepReports | None = None  # of updates in place

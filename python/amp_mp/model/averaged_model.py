@@ -15,9 +15,10 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import split_name
-from amp_mp.optim.state.masters import refuse_swapped, swapped
-from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.optim.state.edit_blocks import refuse_swapped, swapped
+from amp_mp.optim.state.stored_formats import split_name
+from amp_mp.optim.step.cuda_graphs import is_capturing
+from amp_mp.param_groups import params_in
 
 FORMAT = "split32"  # of an average of low-precision weights
 
@@ -44,9 +45,9 @@ class AveragedModel(nn.Module):
         optimizer: needed only where a script writes weights between steps: the averages then have
             the masters that this optimizer, or one of a list, goes on with. Default None: a weight
             that was written since the last step counts as it is.
-        decay: in [0, 1]: an update by x makes decay * average + (1 - decay) * x. Or a function of
-            the number of updates so far, from 1 on. The first update copies. Default None: the
-            mean of all updates.
+        decay: a number in [0, 1]: an update by x makes decay * average + (1 - decay) * x. Or a
+            function of the number of updates so far, from 1 on. The first update copies. Default
+            None: the mean of all updates.
         warmup: True uses min(decay, (1 + n) / (10 + n)) after n updates; decay is a number then.
         use_buffers: True averages floating-point buffers too; others, and by default all, are
             copied at each update.
@@ -142,8 +143,8 @@ class AveragedModel(nn.Module):
         """Puts the averages into the model's weights and buffers, in place, for a `with` block.
 
         After the block, also where it raises or is interrupted, they have the bytes that they had.
-        Copies of them exist meanwhile. The block's variable is the model: the given one, by default
-        the followed one.
+        Copies of them exist meanwhile. The block's variable is the model: `model`, by default the
+        one that it follows.
 
         Raises ValueError where the model's tensors do not correspond to the averages; RuntimeError
         where an optimizer steps, `update`, `swap`, amp_mp.checkpoint or a float32 state dict of
@@ -155,8 +156,8 @@ class AveragedModel(nn.Module):
         own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
         def refuse(optimizer: Any, *_: Any) -> None:
-            stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
-            # An interrupt may have left this hook behind.
+            stepped = map(id, params_in(optimizer.param_groups))
+            # This hook may still be there after an interrupt.
             if swapped & own and not own.isdisjoint(stepped):
                 raise RuntimeError(
                     "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
@@ -170,7 +171,7 @@ class AveragedModel(nn.Module):
         written: list[str] = []
 
         def restore() -> None:
-            """To be called again where an interrupt has ended it; does nothing once it is done."""
+            """Restores the weights; after an interrupt it is called again, and goes on."""
             if not saved:
                 return
             _write(live, saved)
@@ -206,7 +207,7 @@ class AveragedModel(nn.Module):
     def float32_state_dict(self) -> dict[str, Any]:
         """The averaged module's state dict with every bit of the averages.
 
-        Low-precision tensors are float32 in it; all are copies, of what is tied one. A
+        Low-precision tensors are float32 in it; all are copies, tied tensors the same one. A
         float32 model can load it.
         """
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
@@ -305,7 +306,7 @@ class AveragedModel(nn.Module):
         return {**self.__dict__, "_followed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle: its averages are not watched, for they have remainders."""
+        """Sets a copy or a pickle up: its averages are not watched, for they have remainders."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         low_bits.unwatched.difference_update(self.module.modules())
 

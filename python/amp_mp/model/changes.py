@@ -1,4 +1,4 @@
-"""Which weights have changed since they were last handed over, and their new values."""
+"""Which weights have changed since they were last taken, and their new values."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype
 from amp_mp.model import moving
-from amp_mp.module_names import without_wrappers
-from amp_mp.nn.functional import is_wrapper
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.module_names import is_wrapper, without_wrappers
+from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.sharding.shards import is_dtensor, local_of, origin_of, why_unusable
 
 
@@ -31,7 +30,7 @@ class ChangedWeights(NamedTuple):
 
 
 class Changes:
-    """Notes which weights of a model change, in one bit a weight, to hand over these alone.
+    """Notes which weights of a model change, in one bit a weight, so that only these are sent.
 
         changes = amp.Changes(model)  # the sampler has the model's weights now
         ...
@@ -52,8 +51,8 @@ class Changes:
             names, as the plain model has them. It takes 1/8 byte a weight beside them.
         dtype: torch.float16 or torch.bfloat16, for float32 weights: a change is one of what they
             round to as by Tensor.to, and values are of that dtype. Default None: where one of its
-            weights has changed, a float32 parameter is handed over whole, in float32, as are those
-            of other dtypes; so `prepare`'s norms.
+            weights has changed, a float32 parameter (`prepare`'s norms) is given whole, in float32,
+            as are those of other dtypes.
 
     Buffers are not watched. A model is watched by one object at a time, and as long as that lives.
     Copies and pickles of it watch the copied model and begin with all weights changed.
@@ -89,8 +88,8 @@ class Changes:
     def take(self, *, global_positions: bool = False) -> dict[str, ChangedWeights]:
         """What has changed since the last call, since the object was made, or since `mark_all`.
 
-        Parameters without a change are left out. The bits are cleared, unless an error is raised.
-        Of a DTensor each process gets its own part, and nothing is sent: with positions in its
+        Parameters without a change are not in it. The bits are cleared, unless an error is raised.
+        Each process gets its own part of a DTensor, and nothing is sent; positions count in its
         shard, or, with global_positions=True, in the whole tensor.
 
         On CUDA it waits for the device, once and once for each parameter. RuntimeError inside of
@@ -173,7 +172,7 @@ class _Watched:
             self.notes = _C.WeightChanges(param, self.dtype)
             _C.watch(param, owner, self.notes)
         self.shape, self.kind = param.shape, (param.dtype, local_of(param).device)
-        # The sum of the weights as they were looked at last, and as the noted steps have left it.
+        # The sum of the weights at the last look, and what the noted steps have made of it.
         self.now = self.then = 0
         if self.notes is None:
             _add_up([self])
@@ -256,7 +255,7 @@ def _add_up(parameters: Iterable[_Watched]) -> None:
 
 
 def _in_rows(local: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """From places in the order of memory those in the order of rows, ascending, and the values."""
+    """Places in memory as positions in row-major order, ascending, and the values there."""
     if local.is_contiguous():
         return places, local.view(-1).index_select(0, places)
     strides, sizes = local.stride(), local.shape
@@ -305,12 +304,12 @@ def noting(params: Iterable[Tensor]) -> Iterator[None]:
 def apply_changes(model: nn.Module, taken: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Puts changed weights into another model: those that `Changes.take` gave, from any device.
 
-    model: with parameters of these names, and of the values' dtype or of float32. Of a DTensor, and
-    of a plain parameter beside it, positions count in what is on this process.
+    model: has parameters of these names, in the values' dtype or in float32. In a DTensor, and in a
+    plain parameter beside it, positions count in the part on this process.
 
     Raises TypeError for what is no module and for a dtype that would round the values; ValueError
-    for unknown names, positions outside of the parameter, and others than as many values. Nothing
-    is changed then.
+    for unknown names, positions outside of the parameter, and another number of values. Nothing is
+    changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {model!r}")

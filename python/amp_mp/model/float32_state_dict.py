@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.module_names import DDP, without_wrappers
-from amp_mp.nn.functional import is_wrapper
+from amp_mp.module_names import DDP, is_wrapper, without_wrappers
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.sharding.shards import like, why_foreign
 
 
@@ -26,11 +25,11 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
     Names are those of model.state_dict(), with what wrappers put into them (docs/between_steps.md).
     A weight's float32 value is exact: what `prepare` or a load has rounded, and from the first step
     on the optimizer's master, also after the optimizer is gone. Others are cast up. All are copies,
-    of what is tied one; what is no tensor is as the modules give it. DTensors give DTensors, placed
-    as they are; no process sends anything.
+    tied tensors the same one; what is no tensor is as the modules give it. DTensors stay DTensors
+    with their placements; no process sends anything.
 
-    A weight that a script has written since the last step counts as it is: so a new optimizer would
-    begin. optimizer: pass the one that goes on, and the bits of such weights are in the result, too
+    A weight that a script has written since the last step counts as it is, as for a new optimizer.
+    optimizer: the one that goes on; then the bits of such weights are in the result, too
     (docs/between_steps.md). TypeError for no optimizer.
     """
     _check_optimizer(optimizer)
@@ -94,7 +93,7 @@ def load_float32_state_dict(
 
 
 def _under_names_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict with the model's names for what has others only because of wrappers."""
+    """The state dict with the model's names, where wrappers alone make the difference."""
     own = dict.fromkeys(model.state_dict())
     if own.keys() >= state_dict.keys():
         return state_dict

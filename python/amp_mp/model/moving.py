@@ -1,4 +1,4 @@
-"""Low-precision buffers and frozen weights that a script counts or averages in: named once.
+"""Warns once of low-precision buffers and frozen weights that a script counts or averages in.
 
 Low precision loses their small steps, and nothing else tells: a count ends at 256 in bfloat16. They
 are known by their values after some of the first steps of any optimizer, because a script may write
@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from amp_mp import overflow_report
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.module_names import without_wrappers
+from amp_mp.messages import warn
+from amp_mp.module_names import prepared_models, without_wrappers
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.sharding.gradients import by_device
 from amp_mp.sharding.shards import local_of
-from amp_mp.text_table import dtype_name, warn
+from amp_mp.text_table import dtype_name
 
 # At which steps values are compared: ever more rarely, as EMAs may begin late and move slowly.
 LOOKS = frozenset({1, *(first << k for k in range(10) for first in (2, 3))})
@@ -35,10 +35,11 @@ class _Seen:
         self.values, self.moves, self.named = values, 0, False
 
     def compare(self, values: Tensor, is_buffer: bool) -> bool:
-        """Whether it has moved by a small step: of what changed, by at most half of its new size.
+        """Whether it has moved by a small step: by at most half of the new size of what changed.
 
-        A count's second step is one, and each of an average; new noise or new rows of a queue are
-        none. A frozen weight's change may be of a few elements, from zero: of all it is small.
+        The second step of a count is a small one, and so is each of an average; new noise or new
+        rows of a queue are not. A frozen weight's step is compared with the size of all elements,
+        since few of them may change, from zero.
         """
         before, self.values = self.values, values
         if values.shape != before.shape or torch.equal(values, before):
@@ -53,14 +54,16 @@ class _Seen:
 class _Watch:
     """Follows modules through the first steps after they were converted or copied.
 
-    Those that have nothing to follow at the first look are left out afterwards.
+    Modules that have nothing to follow at the first look are dropped.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.seen: WeakKeyDictionary[nn.Module, dict[str, _Seen]] = WeakKeyDictionary()
         self.seen.update({module: {} for module in modules})
         self.steps, self.looked = 0, False
-        self.weights_moved = 0  # looks at which any frozen weight had: low precision stops most
+        self.weights_moved = (
+            0  # looks at which any frozen weight had moved: low precision stops most
+        )
 
     def step(self) -> bool:
         """One more step; False after the last one."""
@@ -74,7 +77,7 @@ class _Watch:
             (module, name, local_of(tensor).detach(), name in module._buffers)
             for module, seen in self.seen.items()
             for name, tensor in _watched(module).items()
-            # A frozen weight was so at every look: networks may be frozen in turns.
+            # Only weights that were frozen at every look: networks may be frozen in turns.
             if name in seen or name in module._buffers or not self.looked
         ]
         if any(is_capturing(device) for device in {t.device for _, _, t, _ in found}):
@@ -164,8 +167,11 @@ def _samples(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _warn(moved: list[tuple[nn.Module, str]], is_buffer: bool) -> None:
-    roots = overflow_report.models
-    paths = {m: without_wrappers(path) for root in roots for path, m in root.named_modules()}
+    paths = {
+        module: without_wrappers(path)
+        for model in prepared_models
+        for path, module in model.named_modules()
+    }
     known = all(module in paths for module, _ in moved)
     names = [f"{paths.get(m, type(m).__name__)}.{name}".lstrip(".") for m, name in moved]
     if known and not is_buffer:

@@ -119,7 +119,7 @@ class NAdam(FusedOptimizer):
         weight_decay: what is added to the gradient, times the weight. Default 0.
         momentum_decay: how fast mu_t grows from beta1 / 2 to beta1. Default 4e-3.
         decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
-        cautious: with decoupled_weight_decay, as AdamW's. Default False.
+        cautious: as AdamW's; needs decoupled_weight_decay. Default False.
 
     State: exp_avg (m), exp_avg_sq (v) and mu_product (p_t, one number per tensor).
     """
@@ -163,7 +163,7 @@ class RAdam(FusedOptimizer):
         eps: added to the root of v. Default 1e-8.
         weight_decay: what is added to the gradient, times the weight. Default 0.
         decoupled_weight_decay: weight_decay shrinks the weights as AdamW's does. Default False.
-        cautious: with decoupled_weight_decay, as AdamW's. Default False.
+        cautious: as AdamW's; needs decoupled_weight_decay. Default False.
 
     State: exp_avg (m) and exp_avg_sq (v).
     """

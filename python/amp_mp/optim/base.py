@@ -25,24 +25,31 @@ from amp_mp.optim.options import (
     check_options,
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
-from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
-from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.step.params import (
     drop_repeats,
-    labelled,
     refuse_param,
     refuse_sphere,
     refuse_zero,
 )
 from amp_mp.optim.step.stepper import Stepper, StepReport
-from amp_mp.scaling.overflows import NormSpike
+from amp_mp.param_groups import labelled, params_in
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
+from amp_mp.torch_private import outside_graphs
 
 # Attributes in a pickle besides torch's own.
-PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow"
-PICKLED += " _amp_scaling _own_defaults _chosen"
+PICKLED = (
+    "max_grad_norm",
+    "skip_norm_above",
+    "raise_after_skips",
+    "check_overflow",
+    "_amp_scaling",
+    "_own_defaults",
+    "_chosen",
+)
 # What the locals() of an optimizer's __init__ have besides the numbers of its rule.
 NO_NUMBERS = ("self", "__class__", "params", "options")
 
@@ -105,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        """The rules that a param_group may have, which may be one of a file."""
+        """The rules that a param_group, also one of a file, may have."""
         return cls._rules
 
     def _own_keys(self) -> frozenset[str]:
@@ -122,7 +129,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.setdefault(name, self.defaults[name])
 
     def _patch_step_function(self) -> None:
-        """torch's, which adds hooks to the class's step; with them it stays outside of graphs."""
+        """Adds hooks to the class's step, as torch's does; it stays outside of compiled graphs."""
         super()._patch_step_function()
         kind: Any = type(self)
         if not getattr(kind.step, "is_outside_graphs", False):
@@ -157,15 +164,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What loss scalers ask.
+        """Whether loss scalers leave unscaling to the step.
 
         Lightning asks, too, and where the answer is yes it refuses to clip. So it unscales and
         clips before the step itself, except float16 gradients, which torch does not unscale.
         """
         if not lightning_asks():
             return self._amp_scaling
-        params = (p for group in self.param_groups for p in group["params"])
-        return self._amp_scaling and any(p.dtype == torch.float16 for p in params)
+        half = any(p.dtype == torch.float16 for p in params_in(self.param_groups))
+        return self._amp_scaling and half
 
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now, not at its first gradient.
@@ -174,7 +181,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         Existing state stays. Raises what a first step raises: TypeError or ValueError naming the
         parameter, RuntimeError in torch.inference_mode or while a CUDA graph is captured.
         """
-        self._stepper.hooks.check_replaced(self.param_groups)
         _C.init_states(self._group_rules(), self.param_groups, self.state)
 
     def masters(self, params: Any = None) -> AbstractContextManager[Any]:
@@ -229,9 +235,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As torch's; the group's parameters get their state at the next step.
 
         The group may have formats of its own, by `memory` or by name. TypeError or ValueError
-        naming a parameter or number that cannot be, or an option of the whole optimizer; the group
+        naming a parameter or number that is refused, or an option of the whole optimizer; the group
         is then not added. A misspelt option gets a warning; other keys stay, as in torch. A
-        parameter that is in a group twice gets torch's warning; it is left in once, and stepped
+        parameter that is in a group twice gets torch's warning; it is kept once, and stepped
         once, where torch steps twice.
         """
         check_keys(param_group, self._own_defaults, self)
@@ -266,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. Numbers
         of NumPy and Decimal are shown as Python's, which torch.load reads. All tensors share the
         state's memory, as torch's do. Post-hooks see them so. With a NormSpike
-        param_groups have norm_history, and the device is waited for.
+        param_groups have norm_history, and the host waits for the device.
         """
         self._show_history()
         _C.renew_masters(self.param_groups, self.state)
@@ -343,7 +349,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "_stepper" not in vars(self):  # being unpickled
             self._make_stepper()
             self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
-            params = [param for group in self.param_groups for param in group["params"]]
+            params = params_in(self.param_groups)
             _C.show_masters(params, [self.state.get(p) for p in params], is_copy=True)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             self._complete(group)
@@ -353,7 +359,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What torch pickles, and the fused optimizers' own arguments."""
         self._show_history()
         _C.renew_masters(self.param_groups, self.state)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED.split()}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED}}
 
 
 def stepper_of(optimizer: FusedOptimizer) -> Stepper:
@@ -370,12 +376,12 @@ def forget(optimizer: FusedOptimizer) -> None:
     """Drops what an optimizer derives from its param_groups and state, and its last report.
 
     Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does; and
-    after a script has put other tensors into the state (on the CPU, say), to free those of before
+    after a script has put other tensors into the state (on the CPU, say), to free the old ones
     at once and not at the next step.
     """
     optimizer._stepper.forget()
     groups, state = optimizer.param_groups, optimizer.state
-    params = [param for group in groups for param in group["params"]]
+    params = params_in(groups)
     _C.renew_masters(groups, state)
     _C.show_masters(params, [state.get(param) for param in params])
     for param in params:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.rule import choosable_states
-from amp_mp.optim.state.formats import ROUNDINGS
-from amp_mp.scaling.overflows import NormSpike
+from amp_mp.optim.state.stored_formats import ROUNDINGS
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
-from amp_mp.text_table import warn
 
 # What help() of every fused optimizer ends with.
 SHARED = """
@@ -91,16 +91,16 @@ class Options(StateFormats, total=False):
     differentiable: bool
 
 
-# Attributes of an optimizer by the same names.
+# Options kept as attributes of the optimizer, not in its param_groups.
 LIMITS = ("max_grad_norm", "skip_norm_above", "raise_after_skips")
 WHOLE = (*LIMITS, "check_overflow", "amp_scaling")
-# Accepted without effect, and left out of signatures.
+# Accepted without effect, and not in signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = tuple(StateFormats.__annotations__)
 DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}
 DEFAULTS |= {"rounding": "nearest", "seed": 0}
-# What the entries of param_groups may be, by name: a flag, or a number that is any, not negative or
-# of an interval. Those that rules read are declared in csrc/core/rules, the others choose a rule or
+# What the entries of param_groups may be, by name: a flag, any number, one that is not negative, or
+# one in an interval. csrc/core/rules declares those that rules read; the others choose a rule or
 # are Muon's.
 CHOICES = dict.fromkeys(("amsgrad", "centered", "hyperball"), "flag")
 ALLOWED = _C.allowed_numbers() | CHOICES | {"beta2": "[0, 1)"}
@@ -181,7 +181,7 @@ def check_choices(group: Mapping[str, Any]) -> None:
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str], own: Any) -> None:
-    """Raises ValueError for an option in a param_group that the optimizer `own` has otherwise.
+    """Raises ValueError for an option of the whole optimizer, `own`, that a param_group changes.
 
     TypeError for process_groups that are none.
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.sharding.shards import local_of, part_of_whole
+from amp_mp.torch_private import outside_graphs
 
 
 @outside_graphs
@@ -33,7 +33,7 @@ def qk_clip_(
     rest of its own gamma: no weight grows. It is the masters that are scaled.
 
     Args:
-        optimizer: of amp_mp, with these parameters.
+        optimizer: one of amp_mp's, with these parameters.
         q_proj, k_proj: nn.Linear, its weight [rows, inputs], or (weight, bias); may be DTensors.
             Rows are head after head. Consecutive query heads share a key head.
         max_logits: [query heads], over all tokens and processes, on the weights' device. A head

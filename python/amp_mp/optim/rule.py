@@ -1,7 +1,7 @@
 """The update rules of an optimizer class, by the native operators' names.
 
 The step, the state, the checkpoints and gradient release read the rule in force and never ask for
-the class. What a rule keeps and reads it declares in csrc/core/rules.
+the class. csrc/core/rules declares what a rule keeps and reads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ from amp_mp import _C
 Group = dict[str, Any]  # one of torch's param_groups
 
 
-# Makes a step's updates of its directions, both as csrc/torch/step/step.h lays them out.
+# Maps a step's directions to its updates, both laid out as in csrc/torch/step/step.h.
 MakeUpdates = Callable[[Tensor], Tensor]
 Shape = tuple[int, int]
 
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     """An update rule: csrc/core/rules.h has its operator's name, csrc/core/rules what it declares.
 
     directions: for a rule that takes two passes. row_state: the state that has a float32 number for
-    each row of the parameter's matrices, of which the native step knows nothing.
+    each row of the parameter's matrices; the native step knows nothing of them.
     """
 
     operator: str

@@ -21,22 +21,28 @@ NO_CEILING = 2.0**126
 # The smallest normal float32. No scale is below it: 1 / scale has to be finite.
 FLOOR = 2.0**-126
 
-WHOLE = "step_window growth_interval hysteresis"
-COUNTS = "iteration last_overflow last_rescale overflows growth_tracker"  # -1 is "not yet"
+ABOVE_1 = "above 1", lambda x: x > 1
+DECAY = "in [0, 1)", lambda x: 0 <= x < 1
+WHOLE = "a whole number from 1 on", lambda x: x >= 1 and x % 1 == 0
+COUNT = "a count of steps", lambda x: -1 <= x < 2**53  # -1 is "not yet"
 
 # What the fields of a state but the scales must be, in the words of the error and as a test.
 REQUIREMENTS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    field: (words, holds)
-    for fields, words, holds in (
-        ("target", "finite and above 0", lambda x: x > 0),
-        ("step_factor growth_factor", "above 1", lambda x: x > 1),
-        ("backoff_factor", "above 0 and below 1", lambda x: 0 < x < 1),
-        ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-        ("tolerance", "in [0, 1]", lambda x: 0 <= x <= 1),
-        (WHOLE, "a whole number from 1 on", lambda x: x >= 1 and x % 1 == 0),
-        (COUNTS, "a count of steps", lambda x: -1 <= x < 2**53),
-    )
-    for field in fields.split()
+    "target": ("finite and above 0", lambda x: x > 0),
+    "step_factor": ABOVE_1,
+    "growth_factor": ABOVE_1,
+    "backoff_factor": ("above 0 and below 1", lambda x: 0 < x < 1),
+    "beta1": DECAY,
+    "beta2": DECAY,
+    "tolerance": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "step_window": WHOLE,
+    "growth_interval": WHOLE,
+    "hysteresis": WHOLE,
+    "iteration": COUNT,
+    "last_overflow": COUNT,
+    "last_rescale": COUNT,
+    "overflows": COUNT,
+    "growth_tracker": COUNT,
 }
 
 

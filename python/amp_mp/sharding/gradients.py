@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, locals_of
 
 # Why a verdict skips a step: an inf or NaN. Another number is a norm above skip_norm_above.
@@ -50,7 +51,7 @@ def measure(tensors: Iterable[Tensor | None]) -> dict[torch.device, Tensor]:
 
 
 def joined(a: Tensor, b: Tensor) -> Tensor:
-    """The row of statistics, float64 [3], of what two rows are of together."""
+    """The statistics, float64 [3], of everything that two rows have counted."""
     x, y = Statistics(*a), Statistics(*b)
     largest = torch.maximum(x.max_abs, y.max_abs)
     return torch.stack([x.sum_squares + y.sum_squares, largest, x.non_finite + y.non_finite])
@@ -75,11 +76,11 @@ def refuse_capture(devices: Iterable[torch.device]) -> None:
 
 
 def local_gradient(param: Any, label: str) -> Tensor | None:
-    """A parameter's gradient on this process, placed as the parameter is; a plain one's gradient.
+    """A parameter's gradient; that of a DTensor is this process's part, placed as the parameter.
 
-    A gradient that is a sum still to be made, as of a normalisation layer under sequence
-    parallelism, is redistributed first, which every process of the mesh has to do. TypeError where
-    the gradient of a DTensor is a plain tensor; label: the parameter's.
+    A gradient that processes still have to add up, as a normalisation layer's under sequence
+    parallelism, is redistributed first, and every process of the mesh has to take part. TypeError
+    where the gradient of a DTensor is a plain tensor; label: what the error calls the parameter.
     """
     return None if param.grad is None else local_of(_placed(param, label))
 
@@ -115,8 +116,7 @@ def _placed(param: Any, label: str | None) -> Any:
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    yield from params_in(optimizer.param_groups)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
@@ -127,7 +127,7 @@ def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
 def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
     """The memory of each parameter's gradient, or None.
 
-    Of a sparse one, which is coalesced in place, its values; of a DTensor this process's shard.
+    A sparse gradient is coalesced in place and gives its values, a DTensor this process's shard.
     """
     found = []
     given = list(params)

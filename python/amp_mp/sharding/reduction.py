@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
+from amp_mp.messages import warn
+from amp_mp.param_groups import labelled, params_in
 from amp_mp.sharding.gradients import Statistics, gradient_of_each, measure
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, split_groups
-from amp_mp.text_table import warn
 from amp_mp.torch_versions import all_gather
 
 # Sums of the same gradients on several processes differ by less: kernels that add in any order.
@@ -81,9 +82,9 @@ class WholeStatistics:
 
     Gathers rows once for each process group over which tensors are split, or whose processes hold
     other tensors (process_groups). Every process has to hold the same tensors in the same order,
-    but for process_groups, and calls the same methods in the same order. Which groups are gathered
-    depends on the tensors alone, never on what is in them: else one process would wait for ever.
-    Replicated and plain tensors count once; the gathers look whether they are the same everywhere.
+    except those with process_groups, and call the same methods in the same order. Which groups are
+    gathered depends on the tensors alone, never on what is in them: else one process would wait for
+    ever. Replicated and plain tensors count once; the gathers compare them between processes.
     All processes get the same bits: rows are gathered, and then added in the order of ranks.
     """
 
@@ -95,13 +96,13 @@ class WholeStatistics:
     ) -> None:
         """groups: param_groups of DTensors and plain tensors.
 
-        process_groups: of those that name none themselves. buckets: of a native step:
-        the device of each, and where its parameters are among all. ValueError for process_groups of
-        processes that share a DTensor.
+        process_groups: those of the groups that name none. buckets: a native step's, each with its
+        device and where its parameters are among all. ValueError for process_groups of processes
+        that share a DTensor.
         """
         self._groups = list(groups)
         self._named = named_groups(groups, process_groups)
-        self.params = [p for group in groups for p in group["params"]]
+        self.params = params_in(groups)
         self._count = count = len(self.params)
         self._device = device = local_of(self.params[0]).device if count else torch.device("cpu")
         self._meshes: dict[GroupKey, Any] = {}
@@ -122,7 +123,9 @@ class WholeStatistics:
         ]
         self._of_kinds = Rounds(kinds, self._meshes, self._others, device)
         self._buckets = [(on, _selection(indices, count, device)) for on, indices in buckets]
-        self._looked = False  # whether what has to be the same was, on a device to be waited for
+        self._looked = (
+            False  # whether what must be the same was compared, which may wait for a device
+        )
         # Whether other processes hold a part of anything, and whether one all-reduce over the
         # groups of any one tensor would miss some of them.
         self.is_needed = bool(self._meshes or self._others)
@@ -147,7 +150,7 @@ class WholeStatistics:
     def measured(self, *lists: Sequence[Tensor | None]) -> Tensor:
         """Rows [n, 3 k] of k lists of this process's gradients, or tensors of their shapes.
 
-        None, in the place of a parameter without one, has a row of 0.
+        None has a row of 0.
         """
         tensors = list(chain(*lists))
         rows = torch.zeros(len(tensors), 3, dtype=torch.float64, device=self._device)
@@ -177,9 +180,9 @@ class WholeStatistics:
         return self._of_tensors.added(rows)
 
     def _looks(self, rows: Tensor) -> "Look | None":
-        """What sees the gathered rows; None where the host would wait, but for the first gradients.
+        """What looks at gathered rows; None where the host would wait, except for the first ones.
 
-        rows: of any step.
+        rows: the rows of a step.
         """
         if rows.is_cuda and (self._looked or torch.cuda.is_current_stream_capturing()):
             return None
@@ -196,11 +199,11 @@ class WholeStatistics:
                 self._refuse_different(squares, bad)
 
     def _refuse_different(self, squares: list[float], bad: list[float]) -> None:
-        """Raises RuntimeError; squares, bad: what the processes have of what all should have."""
+        """Raises RuntimeError; squares, bad: each process's statistics of what must be the same."""
         labels = [
-            _C.param_label(group, number, position)
+            label
             for number, (group, named) in enumerate(zip(self._groups, self._named, strict=True))
-            for position, param in enumerate(group["params"])
+            for param, label in labelled(group, number)
             if not named and not split_groups(param)
         ]
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
@@ -214,7 +217,7 @@ class WholeStatistics:
             "average their gradients before the step"
         )
 
-    # Of the buckets of a native step, which calls these (csrc/torch/step/stepper.cpp).
+    # For the buckets of a native step, which calls these (csrc/torch/step/stepper.cpp).
 
     def refuse_stock_scaler(self) -> None:
         """Raises RuntimeError where torch's GradScaler would not see an overflow on all processes.
@@ -231,14 +234,14 @@ class WholeStatistics:
     def totals(self, found: list[_C.Measurement]) -> list[_C.Measurement]:
         """For each bucket a measurement with a total alone; together they are that of everything.
 
-        found: of the buckets' gradients on this process.
+        found: what the buckets' gradients on this process have.
         """
         return self._split(None, self.total(self._all(found)))
 
     def of_tensors(
         self, found: list[_C.Measurement], weights: list[_C.Measurement]
     ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
-        """The same with a row for each whole tensor, of the gradients and of the masters."""
+        """As `totals`, with a row for each whole tensor, for the gradients and for the masters."""
         rows = torch.cat([self._all(found), self._all(weights)], 1)
         both = self._of_tensors.added(rows, True, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
@@ -246,7 +249,7 @@ class WholeStatistics:
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
-        """A function that makes the rows [n, 3 k] of a bucket's whole tensors of its shards'."""
+        """A function from rows [n, 3 k] of a bucket's shards to those of its whole tensors."""
         place = self._buckets[bucket][1]
 
         def updates(rows: Tensor) -> Tensor:
@@ -278,8 +281,8 @@ class WholeStatistics:
         return found
 
 
-# Called with what one round has gathered, [processes, rows, 3]: of tensors that differ, where it
-# adds such, and of settled rows.
+# Called with what one round has gathered, [processes, rows, 3]: the rows of tensors that differ,
+# where it adds such, and the settled rows.
 Look = Callable[[Tensor | None, Tensor], None]
 
 
@@ -288,7 +291,7 @@ class Round(NamedTuple):
 
     group: Any
     is_of_others: bool  # whether its processes hold other tensors, and not parts of the same
-    bunches: list[Tensor]  # rows that are added into their first before
+    bunches: list[Tensor]  # rows that are added up before, into the first of each bunch
     added: Tensor | None  # numbers of the rows that it adds; None for all
     settled: int  # how many rows are complete already
     sent: Tensor | None  # numbers of the rows that it adds and then of these
@@ -297,9 +300,9 @@ class Round(NamedTuple):
 class Rounds:
     """Adds rows of statistics, each over its own process groups, with one all-gather a group.
 
-    A row without groups left is settled: it is the same on every process, or their decisions would
-    differ. So a gather sends these, too: between parts of tensors row by row, and their sum where
-    the processes may have different numbers of them.
+    A row is settled when it was added over all of its groups: it is then the same on every process,
+    or their decisions would differ. So a gather sends settled rows, too: between parts of tensors
+    row by row, and their sum where the processes may have different numbers of them.
     """
 
     def __init__(
@@ -309,11 +312,11 @@ class Rounds:
         others: dict[GroupKey, Any],
         device: torch.device,
     ) -> None:
-        """keys: of each row, its groups, which are in meshes (parts of tensors) or in others.
+        """keys: the groups of each row, which are in meshes (parts of tensors) or in others.
 
         Groups of meshes come first. Then those with fewer kinds of rows, and smaller ones, so that
-        later gathers see more settled rows. Before a gather over one of the others rows with the
-        same groups left become one: the processes may have different numbers of them.
+        later gathers see more settled rows. Before a gather over one of the others, rows that wait
+        for the same groups become one: the processes may have different numbers of them.
         """
         left = [frozenset(key) for key in keys]
         self._rounds: list[Round] = []
@@ -379,8 +382,8 @@ def statistics_of(
 
 
 def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
-    """As `measure`, of param_groups; of DTensors and with process_groups over all processes."""
-    params = [p for group in groups for p in group["params"]]
+    """As `measure`, for param_groups; over all processes with DTensors or process_groups."""
+    params = params_in(groups)
     grads = gradient_of_each(params)
     if any_dtensor(params) or any(named_groups(groups)):
         return WholeStatistics(groups).totals_by_device(grads)
@@ -390,10 +393,10 @@ def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
 def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> float:
     """torch.nn.utils.clip_grad_norm_ of param_groups; returns the norm as a number.
 
-    Of DTensors, and with process_groups, all processes get the norm of the whole gradients and have
-    to pass the same parameters; ValueError for a norm_type that is not above 0 there.
+    With DTensors or process_groups all processes get the norm of the whole gradients and have to
+    pass the same parameters; ValueError for a norm_type that is not above 0 there.
     """
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     if not any(named_groups(groups)) and not any_dtensor(params):
         return float(nn.utils.clip_grad_norm_(params, max_norm, norm_type))
     if not norm_type > 0:

@@ -16,11 +16,12 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
-from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.masters import MasterBlocks, refuse_swapped
-from amp_mp.optim.step.params import drop_repeats, param_infos
+from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
+from amp_mp.optim.step.params import drop_repeats
+from amp_mp.optim.step.replaced import ReplacedCheck
+from amp_mp.param_groups import ParamInfo, param_infos
 from amp_mp.sharding import gradients, reduction
-from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
 
 # By optimizer, the parameter of each master in its param_groups, which wrappers made one after the
@@ -85,6 +86,10 @@ class Masters:
         """The name for messages of a parameter of the model."""
         infos = param_infos(self._optimizer.param_groups)
         return next(info.label for own, info in infos if self.model_param(own) is param)
+
+    def _model_infos(self) -> Iterator[tuple[Tensor, ParamInfo]]:
+        for param, info in param_infos(self._optimizer.param_groups):
+            yield self.model_param(param), info
 
     def params(self) -> list[Tensor]:
         """What the optimizer updates."""
@@ -164,9 +169,9 @@ class Masters:
         pairs, own = self.pairs(), list(chain(*self.fp32_from_fp32_groups))
         params = [param for param, _ in pairs] + own
         sources = gradients.gradients_of(params)
-        if not sources or self._replaced.seen != self._replaced.assignments:
-            infos = param_infos(self._optimizer.param_groups)
-            self._replaced.check((self.model_param(p), info.label) for p, info in infos)
+        if self._replaced.seen != ReplacedCheck.assignments:
+            self._replaced.check_assigned(self._model_infos())
+        self._replaced.check_gradients(self._model_infos())
         overflow, max_abs = False, 0.0
         if checks:
             overflow, max_abs = gradients.overflow_in(

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.step.stepper import Stepper
+from amp_mp.param_groups import params_in
 
 
 @runtime_checkable
@@ -39,7 +40,7 @@ class Attachment(AbstractContextManager["Attachment"], ABC):
 
     def _hook(self, model: nn.Module) -> None:
         """Has `_arrive` called with the optimizer's parameters in the model as gradients come."""
-        own = {p for group in self._optimizer.param_groups for p in group["params"]}
+        own = set(params_in(self._optimizer.param_groups))
         ref = weakref.ref(self)  # a model may outlive its optimizer
 
         def hook(param: Tensor) -> None:
@@ -68,7 +69,7 @@ class Attachment(AbstractContextManager["Attachment"], ABC):
         """Drops what is derived from param_groups and state."""
 
     def remove(self) -> None:
-        """Ends the work during backward: from now on `step` does everything. Call after a step."""
+        """Ends the work during backward; `step` then does everything. Call after a step."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -92,13 +93,13 @@ class Measure(Attachment):
 
     def __init__(self, stepper: Stepper, model: nn.Module) -> None:
         super().__init__(stepper)
-        # By the gradient that was read: its stamp then, and what was found.
+        # For each gradient that was read, its stamp at that time and its statistics.
         self._rows: MutableMapping[Tensor, tuple[_C.Stamp, Tensor]] = WeakTensorKeyDictionary()
         self._hook(model)
 
     def _arrive(self, param: Tensor) -> None:
         grad = param.grad
-        if grad is not None and grad.is_cpu and _is_plain(grad):  # any other: the step's pass
+        if grad is not None and grad.is_cpu and _is_plain(grad):  # the step's pass reads any other
             self._rows[grad] = _C.Stamp(grad), _C.measure([grad])[0]
 
     def _row(self, param: Tensor) -> Tensor | None:

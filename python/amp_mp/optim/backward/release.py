@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE, check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gradient_on
 from amp_mp.optim.backward.nested import Passes
-from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
+from amp_mp.param_groups import ParamInfo, param_infos, params_in
 from amp_mp.sharding.gradients import Statistics, Verdict, joined, local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.shards import is_dtensor, local_of
-from amp_mp.text_table import warn
 
 
 class Release(Attachment):
@@ -43,7 +43,9 @@ class Release(Attachment):
         self._located = False  # whether _infos is known to be right in this iteration
         self._buckets: dict[Tensor, _C.Bucket] = {}  # each of one parameter
         self._rows: dict[Tensor, Tensor] = {}  # statistics since the last step, float64 [3]
-        self._stepped: set[Tensor] = set()  # those whose gradient is still there
+        self._stepped: set[Tensor] = (
+            set()
+        )  # parameters that still have the gradient they were stepped with
         self._passes = Passes()
         self._has_kept = False  # whether gradients had to wait for the optimizer's step
         self._previous = PreviousNorm()
@@ -267,8 +269,8 @@ class PreviousNorm:
     """The norm of the last step without overflow.
 
     norm: float64 [], -1 while no step was clean; None before the first step. known: float64 [3],
-    the statistics of all gradients of the step under way, where they are known before it: in the
-    first step of shards, whose gradients wait for all processes.
+    the statistics of all gradients of the step under way. They are known only in the first step of
+    shards, whose gradients wait for all processes.
     """
 
     def __init__(self) -> None:
@@ -428,7 +430,7 @@ def attach(
         raise ValueError(
             "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
         )
-    own = {p for group in optimizer.param_groups for p in group["params"]}
+    own = set(params_in(optimizer.param_groups))
     if not any(p in own for p in model.parameters()):
         raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
     wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]

@@ -1,4 +1,4 @@
-"""The matrices that parameters consist of; those split over processes are made orthogonal by one.
+"""The matrices that parameters consist of; of those split over processes one makes each orthogonal.
 
 csrc/torch/muon makes whole matrices orthogonal.
 """
@@ -14,12 +14,13 @@ from torch import Tensor
 from amp_mp._C import WholeMatrices, orthogonalise_
 from amp_mp.optim.rule import Group, MakeUpdates, Shape
 from amp_mp.sharding.shards import like, local_of, part, split_groups
+from amp_mp.torch_private import foreach_copy_
 
 Members = Sequence[tuple[Tensor, Group]]
 
 
 class Block(NamedTuple):
-    """Rows of a matrix that are `number` matrices for themselves, each of this shape.
+    """Rows of a matrix that form `number` matrices of their own, each of this shape.
 
     The singular values of their updates become about `factor`: how their rate differs from the
     parameter's.
@@ -96,10 +97,10 @@ def factor_of_rate(group: Mapping[str, Any], shape: Shape) -> float:
 
 
 def make_updates(members: Members) -> MakeUpdates:
-    """What turns the directions of these parameters into updates, on this and other processes.
+    """A function that turns the directions of these parameters into updates, on all processes.
 
     Matrices in one piece are done where they are. One whose rows are split over one process group
-    goes to a process of the group and back. What is split otherwise, every process gathers.
+    goes to a process of the group and back. Every process gathers what is split otherwise.
     """
     exchanged: dict[str, list[int]] = {}
     gathered: list[int] = []
@@ -175,7 +176,7 @@ class Matrix(NamedTuple):
 
 
 def _matrices(param: Tensor, group: Group, member: int, ranks: int) -> Iterator[Matrix]:
-    """Those that a parameter consists of, in the order of their elements."""
+    """The matrices that a parameter consists of, in the order of their elements."""
     rows, row = param.shape[0], prod(param.shape[1:])
     chunk = -(-rows // ranks) * row  # as torch splits rows
     total = rows * row
@@ -205,7 +206,7 @@ class Exchange:
     def __init__(
         self, members: Members, offsets: list[int], indices: list[int], group: Any
     ) -> None:
-        """indices: of the members that are split over the process group."""
+        """indices: those members are split over the process group."""
         self._group = group
         ranks = group.size()
         self._rank = group.rank()
@@ -222,7 +223,7 @@ class Exchange:
         self._received = [sum(p.size for p in got if p.rank == rank) for rank in range(ranks)]
         ends = accumulate((p.size for p in got), initial=0)
         places = {p: slice(at, at + p.size) for p, at in zip(got, ends, strict=False)}
-        # The first of matrices of one kind, and where the pieces of all are in what it gets.
+        # By kind, its first matrix, and where the pieces of all its matrices are in what arrives.
         self._stacks: list[tuple[Matrix, list[slice]]] = []
         for _, run in groupby(own, lambda m: (m.shape, m.factor, id(m.group))):
             alike = list(run)
@@ -254,14 +255,14 @@ class Exchange:
             stack = torch.cat(own).view(-1, *kind.shape)
             orthogonalise_(stack, kind.group, kind.factor)
             made = stack.flatten().split_with_sizes([piece.numel() for piece in own])
-            torch._foreach_copy_(own, list(made))
+            foreach_copy_(own, list(made))
         self._send(sent, received, self._sent, self._received)
         if mine:
             made = sent.split_with_sizes([size for _, size in self._from])
-            torch._foreach_copy_(mine, list(made))
+            foreach_copy_(mine, list(made))
 
     def _send(self, to: Tensor, source: Tensor, arriving: list[int], leaving: list[int]) -> None:
-        """Exchanges elements, as many with each process as these say."""
+        """Exchanges elements; arriving, leaving: their numbers for each process."""
         import torch.distributed as dist
 
         tensors = to.view(torch.uint8), source.view(torch.uint8)  # every backend carries bytes

@@ -16,7 +16,7 @@ from amp_mp.optim.muon.matrices import (
     refuse_shape,
     shape_of,
 )
-from amp_mp.optim.muon.selection import muon_groups
+from amp_mp.optim.muon.muon_groups import muon_groups
 from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule
 from amp_mp.text_table import aligned
@@ -61,17 +61,17 @@ class Muon(FusedOptimizer):
         nesterov: Nesterov's momentum. Default True.
         ns_coefficients: the polynomials a x + b x^3 + c x^5 of the iterations: "quintic" (torch's),
             "polar_express", "cans", "deepseek", three numbers (a, b, c) for all iterations, or a
-            list of such threes, of which the last repeats. Default "quintic".
+            list of such threes, whose last one repeats. Default "quintic".
         eps: torch's least norm that a matrix is divided by, 1e-7 there: smaller ones get smaller
             updates. 0 divides all alike. Default 0.
-        ns_steps: number of iterations. Default None: of "polar_express" 8, of "deepseek" 10, of a
-            list its length, else 5.
+        ns_steps: number of iterations. Default None: 8 with "polar_express", 10 with "deepseek",
+            the length of a list, else 5.
         adjust_lr_fn: factor(shape) of a matrix of A rows and B columns: sqrt(max(1, A / B)) for
             None and "original", sqrt(A / B) for "spectral_unclamped", also called "sqrt", and
             0.2 sqrt(max(A, B)) for "match_rms_adamw", with which rates and decays of AdamW fit.
             Default None.
-        ns_dtype: of the products, torch.bfloat16, float16 or float32; their result is rounded to
-            bfloat16. Default torch.bfloat16.
+        ns_dtype: the dtype of the products, torch.bfloat16, float16 or float32; their result is
+            rounded to bfloat16. Default torch.bfloat16.
         ns_gram: True iterates on the small Gram matrix, of float32 (on a GPU float16, unless
             ns_dtype is float32): fewer products for long matrices, other roundings (Zhang et al.,
             "Gram Newton-Schulz", 2026). "auto": for those at least twice as long as wide. Default
@@ -79,8 +79,8 @@ class Muon(FusedOptimizer):
         normalize: "rows" divides each row of NewtonSchulz(d) by the root of its running mean square
             and keeps the matrix' norm (Li et al., "NorMuon", 2025). Default None.
         beta2: decay rate of these mean squares. Default 0.95.
-        cautious: of both rules, as AdamW's. Default False.
-        hyperball: as AdamW's, of Muon's groups: u is NewtonSchulz(d), lr relative, and neither
+        cautious: as AdamW's, for both rules. Default False.
+        hyperball: as AdamW's, for Muon's groups: u is NewtonSchulz(d), lr relative, and neither
             weight_decay nor adjust_lr_fn counts. Default False.
         others: lr, betas, eps and weight_decay of the groups with use_muon=False. Default: AdamW's.
         matrices, not_matrices: fnmatch patterns over a model's parameters, which Muon or AdamW is
@@ -157,7 +157,7 @@ class Muon(FusedOptimizer):
         return (kinds[on_sphere],)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of every fused optimizer; ValueError, by name, for what is no matrix.
+        """As every fused optimizer's; ValueError, by name, for what is no matrix.
 
         Where other groups have names, as those of a model, parameters without get some, too:
         "group2.0" is the first of group 2.
@@ -199,7 +199,7 @@ class Muon(FusedOptimizer):
         return aligned(("parameter", "shape", "rule", "blocks", "factor"), rows)
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """As of every fused optimizer, with torch's form of the numbers of Newton-Schulz.
+        """As every fused optimizer's, with torch's form of the numbers of Newton-Schulz.
 
         torch.optim.Muon has three coefficients for all iterations; it refuses others at its step.
         """

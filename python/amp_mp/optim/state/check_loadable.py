@@ -15,9 +15,9 @@ OF_RULES = OF_RULES - {"lr", "eps", "weight_decay", "beta2"} | {"etas", "lambd",
 
 
 def check_parts(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raises ValueError where a state dict has not what torch's has, for these param_groups.
+    """Raises ValueError where a state dict lacks what torch's has, for these param_groups.
 
-    That is other parts, groups or numbers of parameters.
+    So it does for other parts, groups or numbers of parameters.
     """
     if lacking := [name for name in ("state", "param_groups") if name not in state_dict]:
         raise _refused(f"{lacking} missing")
@@ -47,7 +47,7 @@ def _check_group_of_file(name: str, file: Any, count: int) -> None:
 def without_repeats(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict in which each group has each parameter once; torch writes one down twice.
 
-    Anything but groups of torch's form is left as it is, for check_parts.
+    Anything but groups of torch's form stays as it is, for check_parts.
     """
     files = state_dict.get("param_groups")
     if not isinstance(files, list | tuple):
@@ -77,7 +77,7 @@ def by_names(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> dict[s
     files = state_dict["param_groups"]
     if any("param_names" not in group for group in (*files, *groups)):
         return state_dict
-    places: dict[str, tuple[dict[str, Any], Any]] = {}  # of each name, its group and number
+    places: dict[str, tuple[dict[str, Any], Any]] = {}  # by name, its group and number
     for index, file in enumerate(files):
         names, numbers = file["param_names"], file["params"]
         if not isinstance(names, list | tuple) or len(names) != len(numbers):
@@ -121,7 +121,7 @@ def check_loadable(
     """Raises ValueError naming the entry that is missing or cannot be used, and its parameter.
 
     state_dict: one that check_parts has nothing against. stepper: the optimizer's
-    (step/stepper.py). names: of the parameters, for messages.
+    (step/stepper.py). names: what messages call the parameters.
     """
     rules_of, own_keys = stepper.rules_of, stepper.hooks.own_keys
     entries, at, what = _C.SavedEntries(stepper.rules), 0, ""
@@ -151,7 +151,7 @@ def check_loadable(
 
 
 def refuse_other(where: str, saved: Iterable[str], own: Iterable[str]) -> None:
-    """ValueError where a saved param_group has the numbers of another optimizer than the own."""
+    """ValueError where a saved param_group has the numbers of another optimizer."""
     theirs, ours = OF_RULES.intersection(saved), OF_RULES.intersection(own)
     if theirs - ours and ours - theirs:
         raise ValueError(

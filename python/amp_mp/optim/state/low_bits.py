@@ -2,7 +2,7 @@
 
 A weight's bits are those that rounding its float32 value cut off (csrc/torch/state/low_bits.h).
 `prepare`, loads, optimizers and FP16_Optimizer put them beside the weight, and they live as long as
-it does. Of a DTensor everything here is about the shard on this process.
+it does. Everything here is about a DTensor's shard on this process.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.sharding.replaced import ReplacedCheck, assigned
+from amp_mp.optim.step.replaced import ReplacedCheck, assigned
 from amp_mp.sharding.shards import is_dtensor, local_of, part
 
-# Of the modules that `prepare` has converted, the bits of their plain parameters by name. They tell
+# The bits of the plain parameters, by name, of the modules that `prepare` has converted. They tell
 # what sharding and to_empty have replaced.
 _prepared: MutableMapping[nn.Module, dict[str, _C.LowBits]] = WeakKeyDictionary()
 # Modules with low-precision tensors, converted or copied since the last step (model/moving.py).
@@ -29,8 +29,8 @@ _given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictio
 def float32_of(param: Tensor, goes_on: bool = False) -> Tensor:
     """The parameter's float32 values, a plain tensor: the weight and the bits beside it.
 
-    The weight alone where there are none, or something that is no optimizer of amp_mp has written
-    it since. goes_on: an optimizer that has stepped it goes on with its bits also then.
+    The weight alone where there are no bits, or where anything but an optimizer of amp_mp has
+    written it since; with goes_on the bits count also then, as for the optimizer that stepped it.
     """
     bits = _C.low_bits_of(param)
     values = None if bits is None else bits.values(param, goes_on)
@@ -38,10 +38,10 @@ def float32_of(param: Tensor, goes_on: bool = False) -> Tensor:
 
 
 def keep(param: Tensor, values: Tensor, owner: nn.Module | None = None) -> None:
-    """Keeps the float32 values that a parameter was rounded from; none of a frozen one.
+    """Keeps the float32 values that a parameter was rounded from, unless it is frozen.
 
-    values: of a DTensor the part on this process. owner: the parameter's module, through which a
-    DTensor is found after Module.to.
+    values: a DTensor's part on this process. owner: the parameter's module, through which a DTensor
+    is found after Module.to.
     """
     bits = _C.make_low_bits(param, owner)
     trains = param.requires_grad or bits.is_taken
@@ -194,7 +194,9 @@ def _after_load(module: nn.Module, _: Any) -> None:
     follow_replaced(module, given)
     for name, (before, value) in given.items():
         param = module._parameters.get(name)
-        if before is not None and before is not param and not is_dtensor(param):
+        # Otherwise FSDP2 has put a shard back in place of the gathered parameter.
+        is_assigned = before is not param and is_dtensor(before) == is_dtensor(param)
+        if before is not None and is_assigned:
             assigned[before] = None
             ReplacedCheck.assignments += 1
         if param is None or param.dtype not in LOW_PRECISION or param.shape != value.shape:

@@ -7,7 +7,8 @@ from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import CLOCK
+from amp_mp.optim.state.stored_formats import CLOCK
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import local_of
 from amp_mp.text_table import aligned, size_text
 
@@ -19,12 +20,12 @@ class MemoryReport:
     `original` is what `prepare` keeps of the float32 weights until the first step.
 
     Printed, it is a table. Every storage is counted once, whole, so a small view of a large
-    buffer shows what it keeps alive. Of DTensors what this process holds is counted.
+    buffer shows what it keeps alive. A DTensor counts with its part on this process.
     """
 
     parameters: int  # elements
     bytes: dict[str, int]
-    host: dict[str, int]  # those of `bytes` that offload="state" has in memory of the host
+    host: dict[str, int]  # the part of `bytes` that offload="state" keeps in memory of the host
 
     @property
     def per_parameter(self) -> dict[str, float]:
@@ -33,7 +34,7 @@ class MemoryReport:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of everything but the gradients: weights, masters and states."""
+        """The sum of weights, masters and states, without gradients."""
         return sum(n for kind, n in self.per_parameter.items() if kind != "grad")
 
     @property
@@ -60,7 +61,7 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
     counted: set[int] = set()
     found: dict[str, int] = {}
     host: dict[str, int] = {}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_in(optimizer.param_groups)
     for param in params:
         tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
         tensors += [("original", tensor) for tensor in low_bits.tensors_of(param)]

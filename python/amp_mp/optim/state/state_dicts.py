@@ -13,7 +13,8 @@ from amp_mp import _C
 from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts, without_repeats
-from amp_mp.optim.state.formats import as_bytes
+from amp_mp.optim.state.stored_formats import as_bytes
+from amp_mp.param_groups import params_in
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def own_hook(
 ) -> Iterator[None]:
     """Has an optimizer call a hook in the block, before the user's or as the last.
 
-    It has a key of its own: what an interrupt leaves there the next call replaces.
+    It has a key of its own, so that the next call replaces what an interrupt has not removed.
     """
     hooks["amp_mp"] = hook
     hooks.move_to_end("amp_mp", last)
@@ -39,13 +40,14 @@ def load_state(
 
     The user's pre-hooks come before the checks, which change nothing, and the user's post-hooks
     after everything: they see the final state. stepper: the optimizer's (step/stepper.py). kept:
-    the entries of groups that stay the optimizer's: how it stores, and over which processes.
+    the entries of groups that stay the optimizer's, for formats and process groups.
     """
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
     optimizer = stepper.optimizer
+    checked, stepper.checked = stepper.checked, None
     groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     own = [{name: g[name] for name in kept if name in g} for g in groups]
     before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
     made: list[dict[str, Any] | None] = []  # of each parameter
@@ -55,8 +57,9 @@ def load_state(
         found = without_repeats(found)
         check_parts(found, groups)
         found = by_names(found, groups)
-        check_loadable(found, params, stepper)
-        _C.renew_masters(groups, optimizer.state)  # a file of torch's leaves the masters
+        if found["state"] is not checked:
+            check_loadable(found, params, stepper)
+        _C.renew_masters(groups, optimizer.state)  # a file of torch's has no masters: these stay
         entries = _C.SavedEntries(stepper.rules)
         seed = optimizer.defaults["seed"]
         made.extend(_C.restored(entries, groups, optimizer.state, found, seed, undo))
@@ -85,7 +88,7 @@ def load_state(
             for weight, values in undo:
                 weight.copy_(values)
         raise
-    del before  # frees the states until now: nobody needs to know that others replace their masters
+    del before  # frees the old states, whose masters then need not learn of the new ones
     _C.show_masters(params, made)
 
 
@@ -114,7 +117,7 @@ def shown_state(
 
 
 def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> dict[str, Any]:
-    """See FusedOptimizer.torch_state_dict. rules, own: each group's, and entries of ours alone."""
+    """See FusedOptimizer.torch_state_dict. rules: each group's. own: entries that torch lacks."""
     packed = optimizer.state_dict()
     state = {}
     groups = zip(rules, optimizer.param_groups, packed["param_groups"], strict=True)

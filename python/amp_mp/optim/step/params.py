@@ -1,42 +1,18 @@
-"""An optimizer's parameters: their places, their names in messages, and those that it refuses."""
+"""An optimizer's parameters: repeated ones, and those that it refuses."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from amp_mp import _C
 from amp_mp.callers import is_inside_zero_redundancy
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group
 from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusable
 
 
-class ParamInfo(NamedTuple):
-    """Where a parameter is in its optimizer."""
-
-    group: int
-    tensor_index: int  # among all parameters
-    label: str  # for messages
-
-
-def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
-    """Every parameter with its place, in order."""
-    index = 0
-    for number, group in enumerate(groups):
-        for param, label in labelled(group, number):
-            yield param, ParamInfo(number, index, label)
-            index += 1
-
-
-def labelled(group: Group, number: int) -> Iterator[tuple[Tensor, str]]:
-    """The parameters of a group, each with what messages call it; number: the group's place."""
-    for position, param in enumerate(_C.params_of(group)):
-        yield param, _C.param_label(group, number, position)
-
-
 def drop_repeats(group: Group) -> None:
-    """Leaves each parameter of a new group in its list, and its name, once: it is stepped once."""
+    """Keeps each parameter of a new group, and its name, once: it is stepped once."""
     places = first_places([id(param) for param in group["params"]])
     if len(places) < len(group["params"]):
         for key in {"params", "param_names"} & group.keys():
@@ -44,7 +20,7 @@ def drop_repeats(group: Group) -> None:
 
 
 def first_places(numbers: Sequence[int | str]) -> list[int]:
-    """Where each of the numbers stands for the first time, in order."""
+    """The first place of each of the numbers, in order."""
     return sorted({number: at for at, number in reversed([*enumerate(numbers)])}.values())
 
 
@@ -81,7 +57,7 @@ def refuse_param(param: Tensor, label: str) -> None:
 def refuse_sphere(param: Tensor, label: str, is_new: bool) -> None:
     """Raises ValueError, by name, for a parameter whose norm hyperball=True cannot keep.
 
-    One that is no matrix; if it is new also one of zeros, which would stay zeros: waits for it.
+    That is no matrix or, if it is new, all zeros, which would stay so: this waits for the device.
     """
     wrong = ""
     if param.dim() < 2:

@@ -10,18 +10,20 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import KINDS
-from amp_mp.optim.state.masters import MasterBlocks
+from amp_mp.optim.state.edit_blocks import MasterBlocks
+from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step import ledger
-from amp_mp.optim.step.graphs import drop_in_a_capture
-from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
-from amp_mp.overflow_report import describe_nonfinite
-from amp_mp.scaling.overflows import NormSpike, OverflowWatch
+from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
+from amp_mp.optim.step.overflow_report import describe_nonfinite
+from amp_mp.optim.step.params import refuse_sphere
+from amp_mp.optim.step.replaced import ReplacedCheck
+from amp_mp.param_groups import labelled, param_infos, params_in
+from amp_mp.scaling.norm_spike import NormSpike
+from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
-from amp_mp.sharding.replaced import ReplacedCheck
-from amp_mp.text_table import warn
 
 
 class StepReport(NamedTuple):
@@ -39,8 +41,9 @@ class StepReport(NamedTuple):
 class Hooks:
     """What the native step asks of Python where it gathers an optimizer's tensors."""
 
-    def __init__(self, own_keys: frozenset[str]) -> None:
+    def __init__(self, optimizer: weakref.ref[Any], own_keys: frozenset[str]) -> None:
         """own_keys: the entries of param_groups that are the optimizer's."""
+        self._optimizer = optimizer
         self.own_keys = own_keys
         self.replaced = ReplacedCheck()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
@@ -49,8 +52,8 @@ class Hooks:
     def check(self, rules: list[Rule], groups: list[Group], captured: bool = False) -> None:
         """Raises ValueError, by name, for what a script has written into param_groups.
 
-        captured: whether a CUDA graph has captured a step of the tensors of before; RuntimeError
-        where they would move.
+        captured: whether a CUDA graph has captured a step of these tensors; RuntimeError where they
+        would move.
         """
         self.check_replaced(groups)
         given = [group.get("memory") for group in groups]
@@ -81,8 +84,11 @@ class Hooks:
         self.memory, self.offload = given, offload
 
     def check_replaced(self, groups: list[Group]) -> None:
-        """Raises ValueError where DTensors have replaced the parameters in their modules."""
-        self.replaced.check((param, info.label) for param, info in param_infos(groups))
+        """Warns where no parameter has had a gradient so far."""
+        optimizer: Any = self._optimizer()
+        # A hook hides the gradients from a step that handle.scale_loss skips.
+        if not optimizer._optimizer_step_pre_hooks:
+            self.replaced.check_gradients(param_infos(groups))
 
     def warn_of_graph(self) -> None:
         """Warns that a CUDA graph has captured a step of tensors that are no longer these."""
@@ -134,7 +140,8 @@ class Stepper:
         self.left: _C.StepInputs | None = None  # by handle.scale_loss, to the steps that follow
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters = MasterBlocks()
-        self.hooks = Hooks(own_keys)
+        self.checked: Any = None  # states that the next load_state_dict needs not check
+        self.hooks = Hooks(self._optimizer, own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
         self._kept: list[RemovableHandle] = []
@@ -164,7 +171,7 @@ class Stepper:
         """kept: whether zero_grad has written zeros into gradients that it was to drop."""
         for hook in self._kept:
             hook.remove()
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        params = params_in(self.optimizer.param_groups)
         if kept and not torch.cuda.is_current_stream_capturing():
             self._kept = [drop_in_a_capture(p) for p in params if p.requires_grad]
 
@@ -172,14 +179,11 @@ class Stepper:
         """Measures, decides and applies, or ends the iteration; returns what it was handed."""
         if self.masters.open:
             self.masters.refuse("step()")
-        replaced = self.hooks.replaced
-        if replaced.seen != replaced.assignments:
-            self.hooks.check_replaced(optimizer.param_groups)
+        if self.hooks.replaced.seen != ReplacedCheck.assignments:
+            self.hooks.replaced.check_assigned(param_infos(optimizer.param_groups))
         handed = self._handed_now(optimizer)
         attachment = self.attachment
         if attachment is not None and attachment.releases:
-            if replaced.is_due():
-                self.hooks.check_replaced(optimizer.param_groups)
             attachment.finish(handed)
             return handed
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_mp.module_names import DDP, matches, without_wrappers
+from amp_mp.torch_private import ConvNd, NormBase
 
-CONVOLUTIONS = nn.modules.conv._ConvNd
 # Rows of an embedding and weights of a normalisation are looked up or multiplied one by one.
 NOT_MATRICES = (
     nn.Embedding,
@@ -16,9 +16,9 @@ NOT_MATRICES = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
-    nn.modules.batchnorm._NormBase,
     nn.RNNBase,
-    CONVOLUTIONS,
+    ConvNd,
+    NormBase,
 )
 # The same in other libraries' modules; and what is a plain parameter that is added, multiplied or
 # looked up: positions, tokens, gains, Mamba's A_log and D. Searched in "type.name".
@@ -42,7 +42,7 @@ def muon_groups(
 
     Matrices that are split, and flattened ones, have groups of their own. Raises ValueError naming
     a pattern that matches nothing, or a parameter that two patterns disagree about, and where no
-    matrix is left for Muon.
+    matrix remains for Muon.
     """
     named = dict(model.named_parameters())
     chosen = _matching(named, matrices, "matrices")
@@ -68,7 +68,7 @@ def muon_groups(
         if name not in own:
             others.append((name, param))
             continue
-        flatten = any(isinstance(module, CONVOLUTIONS) for module, _ in owners[id(param)])
+        flatten = any(isinstance(module, ConvNd) for module, _ in owners[id(param)])
         groups.setdefault((blocks.get(name, 1), flatten), []).append((name, param))
     made: list[dict[str, Any]] = [
         {"params": params, "use_muon": True, "split": split, "flatten": flatten}
@@ -102,7 +102,7 @@ def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, Any]) -> di
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that have each parameter, and its name there; a parametrized weight's module."""
+    """The modules that have each parameter, parametrized or not, and its name there."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         outer, inside, tensor = f".{name}".partition(".parametrizations.")
@@ -153,8 +153,9 @@ def _heads(model: nn.Module) -> set[nn.Module]:
 def _last(module: nn.Module, taken: set[int]) -> Sequence[nn.Module]:
     """The linear layers that end a module; `taken`: how many features linear layers take.
 
-    Of a module's own those whose results no linear layer takes, whole or in two or three parts;
-    else the last, or those that end the last module inside. Lists of blocks are not looked into.
+    Among the module's own layers those whose results no linear layer takes, whole or in two or
+    three parts; without any, the last layer, or those that end the last module inside. Lists of
+    blocks are skipped.
     """
     if isinstance(module, nn.Linear):
         return [module]

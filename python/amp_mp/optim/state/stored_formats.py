@@ -11,8 +11,8 @@ from amp_mp.dtypes import check_choice
 from amp_mp.sharding.shards import like, local_of
 from amp_mp.text_table import dtype_name
 
-# The native list of formats, csrc/core/format_list.h, and the names that users choose from: of the
-# stochastic forms the plain name is chosen, and splits are named without the weight's dtype.
+# The native list of formats, csrc/core/format_list.h, and the names that users choose from: without
+# "stochastic", and for splits without the weight's dtype.
 NATIVE_FORMATS = {entry["name"]: entry for entry in _C.formats()}
 _PLAIN = {name: f for name, f in NATIVE_FORMATS.items() if not name.endswith("_stochastic")}
 _STATES = {name: f for name, f in _PLAIN.items() if {"moment", "square"} & set(f["kinds"])}
@@ -24,10 +24,10 @@ _SPLITS = {
 MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
-# What a master, and a state of each kind (rule.py, State), may be stored as.
+# What a master, and a state of each kind, may be stored as (kinds: csrc/core/rules/declared.h).
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES}
 KINDS |= dict.fromkeys(("exact", "row"), ("float32",))
-# By the dtype of its remainders, a split master's format.
+# The format of a split master, by the dtype of its remainders.
 REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
 # Formats whose elements share scales, which are an entry of their own.
 GROUPED = tuple(name for name, f in _STATES.items() if f["group"] > 1)
@@ -46,7 +46,7 @@ PRESETS = {
 # Names of the entries of a parameter's state; csrc/torch/state/rule_table.h has the table.
 CLOCK = _C.clock_entries()  # the numbers that a parameter's clock consists of
 MASTER_ENTRIES = _C.master_entries()  # their dtypes, by name
-CODED = tuple(_C.coded_endings())  # how the names of codes end, of any state
+CODED = tuple(_C.coded_endings())  # how the names of codes end, for any state
 
 Chosen = Mapping[str, str | None]  # formats by "master" or a state's name
 Kinds = Mapping[str, str]  # of states, by name

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
+from amp_mp.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 swapped: set[int] = set()  # ids of the parameters that hold averages now
 
 
 def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
-    """Raises RuntimeError inside of `AveragedModel.swap` for one of the tensors."""
+    """Raises RuntimeError if one of the tensors holds averages, inside of `AveragedModel.swap`."""
     if swapped and not swapped.isdisjoint(map(id, tensors)):
         raise RuntimeError(
             f"{what} inside of AveragedModel.swap(), where the model's weights are averages; do it "
@@ -24,7 +24,7 @@ def refuse_swapped(tensors: Iterable[Any], what: str) -> None:
 
 
 def _listed(nest: Any) -> Any:
-    """A nest in which all mappings are dicts, and other iterables but tuples are lists."""
+    """The nest with dicts for all mappings, and lists for other iterables except tuples."""
     if isinstance(nest, Tensor | str):
         return nest
     if hasattr(nest, "items"):
@@ -51,7 +51,7 @@ class MasterBlocks:
 
     @contextmanager
     def edit(self, params: Any, rules: list[Rule], groups: list[Any], state: Any) -> Iterator[Any]:
-        """See FusedOptimizer.masters; rules: of each group. state: the optimizer's."""
+        """See FusedOptimizer.masters; rules: one for each group. state: the optimizer's."""
         if params is None:
             params = [param for group in groups for param in _C.params_of(group)]
         paths, nest = tree_flatten_with_path(_listed(params))
