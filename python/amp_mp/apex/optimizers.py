@@ -34,8 +34,6 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 class UnscalingStepper(Stepper):
     """Also divides the gradients by a loss scaler's scale, for scripts that read them then."""
 
-    unscales_gradients = True
-
     def run(self, optimizer: Any) -> _C.StepInputs:
         """As Stepper's; gradients of a skipped step stay as they are."""
         handed = super().run(optimizer)

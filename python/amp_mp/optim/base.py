@@ -148,7 +148,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         stays = set_to_none and self._stepper.native.is_captured
         super().zero_grad(set_to_none and not stays)
         self._stepper.keep_gradients(stays)
-        self._stepper.left = None  # no gradient carries a scale any more
 
     @property
     def amp_scaling(self) -> bool:

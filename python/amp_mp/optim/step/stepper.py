@@ -14,7 +14,6 @@ from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.formats import KINDS
 from amp_mp.optim.state.masters import MasterBlocks
-from amp_mp.optim.step import ledger
 from amp_mp.optim.step.graphs import drop_in_a_capture
 from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
 from amp_mp.overflow_report import describe_nonfinite
@@ -111,8 +110,6 @@ class Stepper:
     Other files of this package reach it by `stepper_of`; users see the optimizer alone.
     """
 
-    unscales_gradients = False  # whether scripts find true gradients after a step
-
     def __init__(
         self,
         optimizer: Any,
@@ -131,7 +128,6 @@ class Stepper:
         self.rules = rules
         self.rules_of = rules_of
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
-        self.left: _C.StepInputs | None = None  # by handle.scale_loss, to the steps that follow
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters = MasterBlocks()
         self.hooks = Hooks(own_keys)
@@ -207,32 +203,9 @@ class Stepper:
         """What the step under way was handed; a stock GradScaler sets two attributes instead."""
         if self.handed is not None:
             return self.handed
-        if self.left is not None and (left := self.known_left()) is not None:
-            left.used = True
-            return left
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
-
-    def known_left(self) -> _C.StepInputs | None:
-        """What handle.scale_loss has left, where gradients carry its scale still.
-
-        Raises RuntimeError where they were written or replaced by hand before a step.
-        """
-        left = self.left
-        if left is None:
-            return None
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        kept = ledger.kept(params)
-        if not (left.used and not kept) and (changed := ledger.changed(params)):
-            raise RuntimeError(
-                "gradients were written after handle.scale_loss, among them that of a parameter of "
-                f"shape {tuple(changed[0].shape)}. float16 gradients of an amp_mp optimizer carry "
-                "the loss scale until its step unscales them: clip with the optimizer's "
-                "max_grad_norm, clear with its zero_grad, or make it with amp_scaling=False, and "
-                "scale_loss unscales in place"
-            )
-        return left if kept else None
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
