@@ -9,14 +9,11 @@
 #include <vector>
 
 #include "torch/checks.h"
+#include "torch/python/functions.h"
 
 namespace py = pybind11;
 
 namespace amp_mp {
-
-// A module of the Python package, "sharding.shards", which the native code calls for what is rare:
-// DTensors, parameters that it refuses, and values that `prepare` has kept.
-py::object package(const char* module);
 
 // A new reference's owner; throws the Python error where there is none.
 inline py::object owned(PyObject* object) {
@@ -63,11 +60,8 @@ at::Tensor local_of(py::handle tensor);
 py::object like(const at::Tensor& local, py::handle param,
                 const std::optional<std::vector<int64_t>>& shape = {});
 
-// As in sharding/shards.py.
+// All of a tensor, as a plain one. All processes must ask for the same DTensors in turn.
 at::Tensor whole_of(py::handle value);
-at::Tensor part_of_whole(const at::Tensor& value, py::handle param);
-bool is_placed_as(py::handle value, py::handle param);
-std::vector<int64_t> shards_of(py::handle tensor);
 
 // How many modules of fully_shard there are.
 int64_t count_sharded_modules();

@@ -63,7 +63,7 @@ bool has_groups(py::handle param) {
   const at::Tensor& whole = tensor_of(param);  // a DTensor's sizes are the whole tensor's
   const at::IntArrayRef sizes = whole.sizes();
   if (is_dtensor(param)) {
-    const std::vector<int64_t> counts = shards_of(param);
+    const std::vector<int64_t> counts = package().shards_of(param);
     const auto cuts = [](int64_t count) { return count > 1; };
     if (std::any_of(counts.begin(), counts.end(), cuts)) {  // shards are row-major
       for (size_t d = 0; d < sizes.size(); ++d) strides[d] = count_of(sizes.slice(d + 1));
@@ -109,8 +109,7 @@ Format native(Format format) {
 }
 
 Origin origin_of(py::handle dtensor) {
-  const py::object origin = package("sharding.shards").attr("origin_of")(dtensor);
-  const auto [first, length, stride] = py::cast<std::tuple<int64_t, int64_t, int64_t>>(origin);
+  const auto [first, length, stride] = package().origin_of(dtensor);
   return {first, length, stride};
 }
 

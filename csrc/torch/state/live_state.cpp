@@ -44,7 +44,7 @@ void make_rows(const KeptState& kept, const Member& member) {
   const std::vector<int64_t> whole = muon::row_sizes(sizes, flattened),
                              local = muon::row_sizes(member.local.sizes(), flattened);
   if (member.is_dtensor) {
-    const std::vector<int64_t> counts = shards_of(member.param);
+    const std::vector<int64_t> counts = package().shards_of(member.param);
     for (size_t d = 0; d < sizes.size(); ++d)
       TORCH_CHECK_VALUE(
           counts[d] <= 1 || whole[d] == sizes[d], member.label, " of shape ", shape_text(sizes),

@@ -38,8 +38,8 @@ void check_state(const Member& member) {
         ": a parameter of another shape starts from the beginning; drop its state with "
         "`del optimizer.state[param]`");
     const bool plain = !member.is_dtensor && is_plain(held);
-    TORCH_CHECK_VALUE(plain || is_placed_as(held, member.param), member.label, " and its ",
-                      text_of(entry),
+    TORCH_CHECK_VALUE(plain || package().is_placed_as(held, member.param), member.label,
+                      " and its ", text_of(entry),
                       " are not split over processes in the same way; put the state in with "
                       "load_state_dict, which moves it to where the parameter is");
   };
@@ -107,7 +107,7 @@ void check_members(const std::vector<Member>& members) {
     const at::Tensor& t = member.local;
     const bool known = is_plain(member.param) && (t.is_cpu() || t.is_cuda()) && !any_sharded &&
                        (t.scalar_type() == at::kFloat || is_low_precision(t));
-    if (!known) package("optim.step.params").attr("refuse_param")(member.param, member.label);
+    if (!known) package().refuse_param(member.param, member.label);
     check_state(member);
   }
 }

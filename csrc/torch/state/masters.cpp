@@ -79,8 +79,7 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
   }
   if (!is_given) {
     values = master_values(weight, state);
-    if (!values.defined() && !bits && is_dtensor(param))
-      package("optim.state.low_bits").attr("refuse_lost")(param);
+    if (!values.defined() && !bits && is_dtensor(param)) package().refuse_lost(param);
     if (!values.defined() && bits && goes_on && !bits->is_still(param))
       values = bits->values(param, goes_on);
     if (!values.defined()) {

@@ -22,7 +22,7 @@ using Like = SavedEntry::Like;
 // This process's part of a tensor that is split as the parameter is, or could be.
 at::Tensor part_of(py::handle value, py::handle param) {
   if (is_plain(value) && !is_dtensor(param)) return tensor_of(value);
-  return py::cast<at::Tensor>(package("sharding.shards").attr("part")(value, param));
+  return package().part(value, param);
 }
 
 // An entry of a file's state. entry: what the rules say of it; null where they have none so named.
@@ -139,13 +139,14 @@ struct Restoring {
     if (!is_dtensor(param)) return {whole_of(value), format, whole_of(scale)};
     const std::vector<int64_t> shape = scale_shape(param);
     const bool fits = has_groups(param);
-    if (fits && is_placed_as(value, param) && is_placed_as(scale, param) &&
+    if (fits && package().is_placed_as(value, param) && package().is_placed_as(scale, param) &&
         tensor_of(scale).sizes() == at::IntArrayRef(shape))
       return {local_of(value), format, local_of(scale)};
     const at::Tensor data = whole_of(value), scales = whole_of(scale);
     if (fits && data.is_contiguous())
-      return {part_of_whole(data, param), format, part_of_whole(scales.reshape(shape), param)};
-    return {part_of_whole(values_of({data, format, scales}), param), Format::float32, {}};
+      return {package().part_of_whole(data, param), format,
+              package().part_of_whole(scales.reshape(shape), param)};
+    return {package().part_of_whole(values_of({data, format, scales}), param), Format::float32, {}};
   }
 
   // Where the clock (core/rules/base.h) has an entry.

@@ -20,7 +20,7 @@ std::string described(const py::handle& value) {
 // What has no memory, or another process's.
 std::string wrong_memory(const py::handle& value) {
   if (!is_plain(value)) {
-    const std::string foreign = text_of(package("sharding.shards").attr("why_foreign")(value));
+    const std::string foreign = package().why_foreign(value);
     if (!foreign.empty()) return foreign;
   }
   const at::Tensor local = local_of(value);

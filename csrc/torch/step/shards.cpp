@@ -88,8 +88,7 @@ void Shards::find_gradients() {
     if (placed_alike(grad, own.dtensor)) {
       gradients_[i] = shard_of(grad);
     } else {
-      const py::object gradient = package("sharding.gradients").attr("local_gradient");
-      gradients_[i] = local_of(gradient(own.dtensor, own.name));
+      gradients_[i] = package().local_gradient(own.dtensor, own.name);
     }
   }
   found_ = true;

@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
         result = stepper.step_with(handed, *args, **kwargs)
         verdict = log.verdict
         if measures and verdict is not None and log.count > steps:
-            if handed.scale_updated:
+            if log.scale_updated:
                 self._updates.stepped(log.reports)
             decided = gradients.Verdict(*verdict)
             # A norm above the limit is none of the scale's business.

@@ -36,7 +36,7 @@ class Passes:
         if outermost != self._outermost:
             self.forget()
             self._outermost = outermost
-            self._nests = any(calls_backward(kind) for kind in _C.python_functions())
+            self._nests = any(calls_backward(kind) for kind in _C.autograd_functions())
             if outermost >= 0:
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self.forget)

@@ -179,14 +179,16 @@ class Stepper:
             attachment.finish(handed)
             return handed
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
-        handed.checks = optimizer.check_overflow or (max_norm, limit) != (None, None)
-        handed.own_max_norm = max_norm
         is_spike = isinstance(limit, NormSpike)
-        handed.norm_limit = 0.0 if is_spike else float(limit or 0)
-        handed.spike = (limit.sigmas, limit.window) if is_spike else (0.0, 0.0)
-        groups = optimizer.param_groups
+        options = _C.StepOptions(
+            checks=optimizer.check_overflow or (max_norm, limit) != (None, None),
+            max_norm=max_norm,
+            norm_limit=0.0 if is_spike else float(limit or 0),
+            spike=(limit.sigmas, limit.window) if is_spike else (0.0, 0.0),
+        )
+        rules, groups, states = self.group_rules(), optimizer.param_groups, optimizer.state
         read = None if attachment is None else attachment.read
-        skipped = self.native.step(self.group_rules(), groups, optimizer.state, handed, read)
+        skipped = self.native.step(rules, groups, states, handed, options, read)
         if skipped is not None:
             self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
         return handed
