@@ -21,8 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 import amp_mp as amp
-from amp_mp.casting.autocast import install_step_hooks
 from amp_mp.casting.op_table import install
+from amp_mp.casting.step_hooks import install_step_hooks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT

@@ -5,7 +5,8 @@
 The environment, with torch, stays in build/wheel-test (5 GB with CUDA's libraries); the wheel is
 installed each time. Tests, README and docs are copied to a folder without the package's source, so
 that only the wheel can be imported. First the README's example runs with nothing set (`env -i`),
-then the README's recipes and the tests of contract, casting, grad_scaler, state and checkpoints.
+then the README's recipes, the test of torch's private names, and the tests of contract, casting,
+grad_scaler, state and checkpoints.
 """
 
 from __future__ import annotations
@@ -43,13 +44,12 @@ NEEDED = (
 )
 TESTS = (
     "tests/project/test_docs.py::test_the_recipes_of_the_readme_run",
-    *(
-        "tests/contract",
-        "tests/casting",
-        "tests/grad_scaler",
-        "tests/optim/state",
-        "tests/checkpoint",
-    ),
+    "tests/project/test_torch_private.py",
+    "tests/contract",
+    "tests/casting",
+    "tests/grad_scaler",
+    "tests/optim/state",
+    "tests/checkpoint",
 )
 ABOUT = (
     "import amp_mp, torch; print('torch', torch.__version__, '; amp_mp', amp_mp.__version__, "

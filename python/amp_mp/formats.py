@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, check_choice, check_dtype
-from amp_mp.optim.state import formats as stored
+from amp_mp.optim.state import stored_formats as stored
 
 SPLITS = ("split32", "split24")
 NAMES = (*SPLITS, *dict.fromkeys((*stored.MOMENTS, *stored.SQUARES)))

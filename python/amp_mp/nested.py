@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from amp_mp.torch_private import tree_flatten, tree_unflatten
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any, results: bool = False) -> Any:

@@ -1,13 +1,10 @@
-"""How tables are written as text, the shares, scales and dtypes in them; prints and warnings."""
+"""How tables are written as text, and the shares, sizes, scales and dtypes in them."""
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-
-from amp_mp.callers import level_outside
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -41,15 +38,3 @@ def scale_text(scale: float) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def say(message: str) -> None:
-    """Prints it; of several processes rank 0 does."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        print(message)
-
-
-def warn(message: str) -> None:
-    """Warns at the line outside of amp_mp and torch that led here."""
-    warnings.warn(f"amp_mp: {message}", stacklevel=level_outside())

@@ -1,6 +1,6 @@
-"""What differs between the versions of torch that amp_mp runs with, 2.11 to 2.15.
+"""What differs, in public names, between the versions of torch that amp_mp runs with, 2.11 to 2.15.
 
-For C++ csrc/torch/torch_versions.h has it. Anything else is the same in all of them.
+torch_private.py has the private ones, csrc/torch/torch_versions.h what differs for C++.
 """
 
 from typing import Any
@@ -8,23 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-
-
-def fsdp_groups(state: Any) -> list[Any]:
-    """FSDP2's groups of parameters of a module, from the state that torch keeps for it.
-
-    Empty for the state of another of torch's wrappers, and for None.
-    """
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11: one, or none
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
-
-
-def keeps_grad_dtype(fsdp_param: Any) -> bool:
-    """Whether FSDP2 gives a shard's gradient the shard's grad_dtype; torch before 2.15 does not."""
-    return hasattr(fsdp_param, "sharded_grad_dtype")
 
 
 def all_gather(found: Tensor, given: Tensor, group: Any) -> None:

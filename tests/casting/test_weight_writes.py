@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from weight_writes import ON_A_CPU, WRITES
 
 import amp_mp as amp
-from amp_mp.casting.autocast import install_step_hooks
 from amp_mp.casting.op_table import install
+from amp_mp.casting.step_hooks import install_step_hooks
 
 LOW = torch.bfloat16
 ROWS, SIZE = 64, 256  # large enough for a CPU to multiply in low precision

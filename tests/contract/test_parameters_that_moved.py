@@ -224,3 +224,43 @@ def test_one_replaced_parameter_is_reported_too(set_to_none: bool) -> None:
     model.load_state_dict(bias, strict=False, assign=True)
     with pytest.warns(UserWarning, match=r"parameter 3 of group 0 is no longer the module's"):
         take_step(optimizer, model(x).float().square().sum(), set_to_none)
+
+
+def test_a_step_without_any_gradient_so_far_is_reported_once(device: str) -> None:
+    model, other = nn.Linear(4, 8, device=device), nn.Linear(4, 8, device=device)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=0.1)
+    words = r"nor had one before.* the first is parameter 0 of group 0, of shape \(8, 4\)"
+    with pytest.warns(UserWarning, match=words):
+        take_step(optimizer, other(torch.ones(2, 4, device=device)).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        take_step(optimizer, model(torch.ones(2, 4, device=device)).sum())
+        optimizer.step()
+
+
+def test_steps_without_gradients_that_are_no_mistake(device: str) -> None:
+    """After one with gradients, skipped for an overflow, or stepped during the backward pass."""
+    model = nn.Linear(4, 8, device=device)
+    optimizer = amp.optim.AdamW(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.init_state()
+        take_step(optimizer, model(torch.ones(2, 4, device=device)).sum())
+        optimizer.step()
+
+        skipped = amp.optim.SGD(model.parameters(), lr=0.1)
+        with amp.init(loss_scale=4.0, device_type=torch.device(device).type) as handle:
+            with handle.scale_loss(model(torch.ones(2, 4, device=device)).sum(), skipped) as loss:
+                (loss * torch.inf).backward()
+            skipped.step()
+            take_step(skipped, model(torch.ones(2, 4, device=device)).sum())
+            skipped.step()
+
+        released = amp.optim.AdamW(model.parameters(), lr=0.1)
+        with released.attach(model, release=True):
+            for _ in range(2):
+                take_step(released, model(torch.ones(2, 4, device=device)).sum())
+
+        frozen = amp.optim.SGD(nn.Linear(2, 2, device=device).requires_grad_(False).parameters())
+        frozen.step()

@@ -24,10 +24,12 @@ NATIVE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cp
 SHARED = {
     "amp_mp.callers",
     "amp_mp.dtypes",
+    "amp_mp.messages",
     "amp_mp.nested",
     "amp_mp.switch",
     "amp_mp._C",
     "amp_mp.text_table",
+    "amp_mp.torch_private",
     "amp_mp.torch_versions",
     "amp_mp.sharding.shards",
 }  # what every room may import

@@ -20,7 +20,7 @@ from amp_mp.apex import (
     parallel,
 )
 from amp_mp.apex.missing import explain_missing
-from amp_mp.text_table import warn
+from amp_mp.messages import warn
 
 # fmt: off
 __all__ = [

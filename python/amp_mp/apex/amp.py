@@ -12,16 +12,25 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.hooks import LossScaler, Stash, cast_forward, save_float32, stash_of
 from amp_mp.apex.opt_levels import Properties, choose, make_scale
-from amp_mp.casting import autocast
+from amp_mp.casting.autocast import disable_casts
+from amp_mp.casting.decorators import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from amp_mp.casting.products import choose_products
+from amp_mp.casting.step_hooks import install_step_hooks
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.messages import say, warn
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
-from amp_mp.nn.functional import is_wrapper
+from amp_mp.module_names import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.sharding import gradients
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import say, warn
 from amp_mp.wrappers.carriers import Carrier
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import AmpHandle, init
@@ -34,10 +43,6 @@ __all__ = [
     "register_promote_function", "scale_loss", "state_dict",
 ]
 # fmt: on
-disable_casts, promote_function = autocast.disable_casts, autocast.promote_function
-float_function, register_float_function = autocast.float_function, autocast.register_float_function
-half_function, register_half_function = autocast.half_function, autocast.register_half_function
-register_promote_function = autocast.register_promote_function
 
 
 class _amp_state:  # noqa: N801 (Apex's name)
@@ -124,7 +129,7 @@ def initialize(
         inner._amp_stash = Stash(inner, masters, takes_closure=is_one and not masters)
     if chosen.patch_torch_functions:
         _amp_state.handle = init(True, True, verbosity > 1, dtype=chosen.dtype, device_type=device)
-    autocast.install_step_hooks()
+    install_step_hooks()
     _amp_state.loss_scalers = [
         LossScaler(i, copy.deepcopy(policy), device, verbosity > 0) for i in range(num_losses)
     ]

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
@@ -15,6 +14,7 @@ from amp_mp.optim.state.low_bits import taken_float32
 from amp_mp.scaling.policies import Static
 from amp_mp.sharding.gradients import copy_all_, copy_gradients, overflow_in
 from amp_mp.sharding.reduction import totals_of
+from amp_mp.torch_private import BatchNorm
 from amp_mp.wrappers import fp16_optimizer
 from amp_mp.wrappers.fp16_optimizer import apex_policy
 from amp_mp.wrappers.wrapper import LOSS_SCALE
@@ -96,7 +96,7 @@ def _pieces(flat: Tensor, params: list[Tensor]) -> list[Tensor]:
 
 def _batch_norms(model: nn.Module) -> list[nn.Module]:
     """The batch norms with weights, the only modules that Apex keeps in float32."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.affine]
+    return [m for m in model.modules() if isinstance(m, BatchNorm) and m.affine]
 
 
 def BN_convert_float(model: nn.Module) -> nn.Module:  # noqa: N802 (Apex's name)

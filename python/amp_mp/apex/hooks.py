@@ -9,13 +9,13 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp.apex.fp16_utils import tofp16
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.messages import say
 from amp_mp.model.convert import have_masters
 from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
 from amp_mp.optim.state.low_bits import float32_of
 from amp_mp.scaling.policies import Backoff, ScalePolicy
-from amp_mp.text_table import say
 from amp_mp.wrappers.carriers import Carrier, InMasters, carrier_for
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters

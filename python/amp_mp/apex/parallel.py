@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 
+from amp_mp.torch_private import foreach_div_
 from amp_mp.wrappers.larc import LARC
 
 __all__ = ["LARC", "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model"]
@@ -96,7 +97,7 @@ class Reducer:
         present = [grad for grad in grads if grad is not None]
         for work in [dist.all_reduce(grad, async_op=True) for grad in present]:
             work.wait()
-        torch._foreach_div_(present, float(dist.get_world_size()))
+        foreach_div_(present, float(dist.get_world_size()))
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

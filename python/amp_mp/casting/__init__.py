@@ -1,13 +1,12 @@
 """Casting: in which precision operators run, inside torch's own autocast.
 
 `op_table` puts a policy for each into force (csrc/torch/casting) and shows what was cast,
-`autocast` opens regions, wraps Python functions and keeps casts away from optimizer steps.
+`autocast` opens regions, `active_castings` knows which handle's casting is in force, `decorators`
+wraps Python functions, `step_hooks` keeps casts away from optimizer steps.
 """
 
-from amp_mp.casting.autocast import (
-    backward,
-    clear_cache,
-    disable_casts,
+from amp_mp.casting.autocast import backward, clear_cache, disable_casts
+from amp_mp.casting.decorators import (
     float_function,
     half_function,
     promote_function,

@@ -165,7 +165,7 @@ def _change_back(before: dict[tuple[str, str], str | None]) -> None:
 def _changed() -> None:
     """Keeps graphs that were compiled under other policies from being used again."""
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     tables = sorted((d, *row) for d in DEVICES for row in _C.casting.policies(d).items())
     digest = hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag = f"amp_mp:{digest}"

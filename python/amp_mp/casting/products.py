@@ -15,6 +15,7 @@ from torch import distributed
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, check_choice
 from amp_mp.text_table import dtype_name
+from amp_mp.torch_private import default_store
 
 CHOICES = ("auto", "native", "float32")
 VARIABLE = "AMP_MP_PRODUCTS"
@@ -49,7 +50,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     elif products == "auto":
         choice = CHOSEN.get(dtype) or ("auto", measured(dtype))
         if not setting and distributed.is_available() and distributed.is_initialized():
-            store = distributed.distributed_c10d._get_default_store()
+            store = default_store()
             first = store.compare_set(f"amp_mp/products/{name}", "", json.dumps(choice))
             choice = tuple(json.loads(first))
     else:

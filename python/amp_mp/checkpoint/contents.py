@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_mp.sharding.shards import like, local_of
+from amp_mp.torch_private import flatten_state_dict, unflatten_state_dict
 
 PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it is replacing
 STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
@@ -177,9 +178,7 @@ def empty_like(value: Any, dtype: torch.dtype) -> Tensor:
 
 def with_structure(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     """A state to save, and with it the containers of `kept`, some of its values by name."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
-    flat, _ = flatten_state_dict(kept)
+    flat = flatten_state_dict(kept)
     named = {name: _names(value, name, set(flat)) for name, value in kept.items()}
     return {**state, STRUCTURE: (named,)}  # a tuple is stored as one value
 
@@ -196,8 +195,6 @@ def _names(value: Any, key: str, leaves: set[str]) -> Any:
 
 def rebuilt(contents: Contents, values: dict[str, Any]) -> dict[str, Any]:
     """What was saved beside the model and the optimizer. values: what was read, by key."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-
     if STRUCTURE not in values:  # written by torch
         return unflatten_state_dict(values, {key: contents.paths[key] for key in values})
     try:

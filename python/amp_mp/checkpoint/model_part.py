@@ -16,17 +16,16 @@ from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.module_names import without_wrappers
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import MASTER_ENTRIES, as_bytes
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
 from amp_mp.sharding.shards import is_dtensor, like, local_of
-
-EXTRA = "_extra_state"  # the end of the names of what modules save by get_extra_state
+from amp_mp.torch_private import COMPILED, EXTRA_STATE
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model in a DistributedDataParallel or torch.compile."""
     while True:
         inner = model.module if isinstance(model, DistributedDataParallel) else None
-        inner = getattr(model, "_orig_mod", None) if inner is None else inner
+        inner = getattr(model, COMPILED, None) if inner is None else inner
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -65,7 +64,7 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
         entry = contents.tensors.get(key)
         if key not in contents.keys:
             continue
-        if entry is None or key.endswith(EXTRA):
+        if entry is None or key.endswith(EXTRA_STATE):
             found[name] = contents.empty(key)
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
@@ -114,8 +113,8 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
     modules = {without_wrappers(name): m for name, m in unwrapped(model).named_modules()}
     for name, value in weights.items():
         param = every.get(name)
-        if name.endswith(EXTRA):
-            module = modules[name.removesuffix(EXTRA).rstrip(".")]
+        if name.endswith(EXTRA_STATE):
+            module = modules[name.removesuffix(EXTRA_STATE).rstrip(".")]
             wrapped = isinstance(value, tuple) and len(value) == 1
             undo.callback(module.set_extra_state, module.get_extra_state())
             module.set_extra_state(value[0] if wrapped else value)

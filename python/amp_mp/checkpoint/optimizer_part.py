@@ -20,7 +20,7 @@ from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.checkpoint.model_part import named_params
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state import formats
+from amp_mp.optim.state import stored_formats as stored
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
@@ -130,13 +130,13 @@ def template(
     """
     keys = contents.states.get(name, {})
     if masters_alone:
-        keys = {entry: key for entry, key in keys.items() if entry in formats.MASTER_ENTRIES}
+        keys = {entry: key for entry, key in keys.items() if entry in stored.MASTER_ENTRIES}
     shape, device = tuple(param.shape), local_of(param).device
     found: dict[str, Any] = {}
     for entry, key in keys.items():
         data = contents.tensors.get(key)
-        scales = contents.tensors.get(keys.get(formats.scale_name(entry), ""))
-        if data is None or entry in formats.CLOCK:
+        scales = contents.tensors.get(keys.get(stored.scale_name(entry), ""))
+        if data is None or entry in stored.CLOCK:
             found[entry] = contents.empty(key, device)
         elif scales is not None:
             found |= _grouped(entry, data, scales, param)
@@ -145,7 +145,7 @@ def template(
         elif data.size == shape:
             found[entry] = empty_like(param, data.properties.dtype)
         elif data.size == (*shape, 2) and data.properties.dtype == torch.uint8:
-            found[entry] = formats.as_bytes(empty_like(param, torch.int16))
+            found[entry] = stored.as_bytes(empty_like(param, torch.int16))
         else:  # whole
             found[entry] = contents.empty(key, device)
     for entry, value in found.items():
@@ -160,7 +160,7 @@ def _grouped(entry: str, data: Any, scales: Any, param: Tensor) -> dict[str, Ten
     data, scales: torch's metadata.
     """
     local = local_of(param)
-    second = formats.scale_name(entry)
+    second = stored.scale_name(entry)
     kind, kind_of_scales = data.properties.dtype, scales.properties.dtype
     if scales.size == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
         own = local.new_empty(_C.scale_shape(param, local.shape), dtype=kind_of_scales)
@@ -201,7 +201,7 @@ def packed_state(reading: Reading, optimizer: Optimizer, strict: bool) -> dict[s
     states = {name: reading.states[name] for name in names}
     for name in reading.masters.keys() & number_of.keys():
         own = states[name].items()
-        states[name] = {entry: x for entry, x in own if entry not in formats.MASTER_ENTRIES}
+        states[name] = {entry: x for entry, x in own if entry not in stored.MASTER_ENTRIES}
     packed = {
         "state": {number_of[name]: states[name] for name in names if states[name]},
         "param_groups": [
@@ -307,11 +307,11 @@ def _refuse_for_torch(
         kept = needed.get(entry)
         wanted = shape if kept is None else tuple(shape[n - 2] if n > 1 else n for n in kept.shape)
         found = tuple(value.shape) if isinstance(value, Tensor) else ()
-        if entry in formats.MASTER_ENTRIES or entry.endswith(formats.CODED):
+        if entry in stored.MASTER_ENTRIES or entry.endswith(stored.CODED):
             wrong = f", which {kind} does not know; load it into an optimizer of amp_mp"
         elif kept is not None and not isinstance(value, Tensor | Real):
             wrong = f" as {value!r}, and {kind} needs it: another optimizer saved it"
-        elif found != wanted and (kept is not None or (found and entry not in formats.CLOCK)):
+        elif found != wanted and (kept is not None or (found and entry not in stored.CLOCK)):
             wrong = f" of shape {found}, must have {wanted}"
         elif entry == "step" and (text := _C.wrong_clock(value, entry)):
             wrong = f", which {text}"

@@ -18,7 +18,8 @@ from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
 from amp_mp.checkpoint.reading import Reading
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.optim.state.edit_blocks import refuse_swapped
+from amp_mp.torch_private import EXTRA_STATE
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
 MARK = ".amp_mp_saving"  # a file in directories that an unfinished save may delete
@@ -76,7 +77,7 @@ def save(
             unfinished.mkdir(parents=True)
             (unfinished / MARK).touch()
     for name, value in weights.items():
-        if name.endswith(model_part.EXTRA) and isinstance(value, dict | list):
+        if name.endswith(EXTRA_STATE) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
     with all_or_none():
         kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from amp_mp.dtypes import rounded
 from amp_mp.nn.float32_layers import autocast_off
+from amp_mp.torch_private import functorch_is_active, has_forward_derivatives
 
 # What torch.convolution takes after the bias; None stands for a linear layer.
 Geometry = tuple[Any, ...] | None
@@ -70,7 +70,7 @@ def _applied(function: Any, dual: Any, *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return function.apply(*arguments)
-    asked = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    asked = functorch_is_active() or has_forward_derivatives()
     return (dual if asked else function).apply(*arguments)
 
 

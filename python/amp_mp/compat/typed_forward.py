@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import get_device_states
 
@@ -23,6 +23,15 @@ from amp_mp.model.kept_modules import float32_is_kept
 from amp_mp.model.selection import is_normalisation
 from amp_mp.nested import map_tensors, tensors_in
 from amp_mp.nn.float32_layers import autocast_off
+from amp_mp.torch_private import (
+    BatchNorm,
+    DropoutNd,
+    Loss,
+    MaxPoolNd,
+    PaddingNd,
+    functorch_is_active,
+    outside_graphs,
+)
 
 # What a layer is, for its types. The text is what a table says.
 PLAIN = ""
@@ -40,23 +49,19 @@ SELECTING = (
     nn.Identity,
     nn.Flatten,
     nn.Unflatten,
-    nn.modules.pooling._MaxPoolNd,
     nn.PixelShuffle,
     nn.PixelUnshuffle,
-    nn.modules.pooling._AdaptiveMaxPoolNd,
     nn.ChannelShuffle,
-    nn.modules.padding._ConstantPadNd,
-    nn.modules.padding._ReflectionPadNd,
-    nn.modules.padding._ReplicationPadNd,
-    nn.modules.padding._CircularPadNd,
+    *MaxPoolNd,
+    *PaddingNd,
 )
 SOFTMAXES = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, nn.AdaptiveLogSoftmaxWithLoss)
 # Modules of torch that use their children's weights without calling them.
 WHOLE = (nn.MultiheadAttention, nn.AdaptiveLogSoftmaxWithLoss)
 
 PRODUCTS = tuple(kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward
-RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+BATCH_NORM = BatchNorm.forward
+RANDOM = (DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 # Where a tensor of a layer is: the module, which of its dicts, and the name there.
 Store = Literal["_parameters", "_buffers"]
@@ -92,7 +97,7 @@ def kinds_of(model: nn.Module) -> dict[nn.Module, str]:
 
 def _kind(module: nn.Module, is_kept: bool) -> str:
     kinds = {
-        LOSS: isinstance(module, nn.modules.loss._Loss),
+        LOSS: isinstance(module, Loss),
         NORM: is_normalisation(module),
         KEPT: is_kept,
         SOFTMAX: isinstance(module, SOFTMAXES),
@@ -187,10 +192,10 @@ class TypedForward:
                 statistics[place].copy_(used.detach())
         return output
 
-    @_disable_dynamo
+    @outside_graphs
     def _in_two_maths(self, args: Args, kwargs: Kwargs) -> Any:
         module, trains = self.module, self.module.training
-        if torch._C._are_functorch_transforms_active():
+        if functorch_is_active():
             raise RuntimeError(
                 f"{type(module).__name__} has two math types, and its backward pass runs it again, "
                 "which torch.func cannot transform: give it one math type"

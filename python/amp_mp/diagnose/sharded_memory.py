@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import optim
-from amp_mp.optim.state.formats import MASTER_ENTRIES
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.text_table import aligned
 
 VERDICT_BYTES = 3 * 8  # sum of squares, largest |g|, number of inf and NaN, as float64

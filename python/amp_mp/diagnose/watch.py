@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
 from amp_mp.nested import tensors_in
-from amp_mp.overflow_report import OverflowReport, dense_values, nonfinite_gradients
+from amp_mp.optim.step.overflow_report import OverflowReport, dense_values, nonfinite_gradients
 from amp_mp.scaling.overflows import SKIPS, STUCK, OverflowWatch
 from amp_mp.scaling.policies import check_scale
 from amp_mp.sharding.shards import any_dtensor

@@ -14,12 +14,13 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.graphs import is_capturing, outside_graphs, refuse_split
+from amp_mp.optim.step.cuda_graphs import is_capturing, refuse_split
 from amp_mp.optim.step.params import param_infos
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import WholeStatistics, checked_groups, statistics_of
 from amp_mp.switch import ENABLED
+from amp_mp.torch_private import outside_graphs
 
 DERIVED = "_updates", "_statistics", "_places"  # what a copy or a pickle makes anew
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
@@ -163,8 +164,11 @@ class GradScaler(torch.amp.GradScaler):
         scale, tracker = self._check_scale_growth_tracker("update")
         if self._policy is not None:
             tracker = self._policy.to(scale.device).state_tensor
-        names = "growth_factor", "backoff_factor", "growth_interval"
-        settings = {name: getattr(self, f"_{name}") for name in names}
+        settings = {
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+        }
         return ScaleNumbers(scale, tracker, self._policy, settings)
 
     def scale_on(self, device: torch.device) -> Tensor | None:
@@ -329,8 +333,8 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
     if any(grad is not None for grad in grads):
         return
     stepper = stepper_of(optimizer)
-    stepper.hooks.check_replaced(optimizer.param_groups)
     if stepper.attachment is None or not stepper.attachment.has_released():
+        stepper.hooks.check_replaced(optimizer.param_groups)
         raise AssertionError(
             "No inf checks were recorded for this optimizer: none of its parameters has a "
             "gradient. Call scaler.scale(loss).backward() before scaler.step(optimizer)"

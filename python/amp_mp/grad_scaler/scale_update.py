@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.step.graphs import is_capturing
-from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.optim.step.cuda_graphs import is_capturing
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy
 

@@ -15,9 +15,9 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import split_name
-from amp_mp.optim.state.masters import refuse_swapped, swapped
-from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.optim.state.edit_blocks import refuse_swapped, swapped
+from amp_mp.optim.state.stored_formats import split_name
+from amp_mp.optim.step.cuda_graphs import is_capturing
 
 FORMAT = "split32"  # of an average of low-precision weights
 

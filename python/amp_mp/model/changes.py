@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype
 from amp_mp.model import moving
-from amp_mp.module_names import without_wrappers
-from amp_mp.nn.functional import is_wrapper
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.module_names import is_wrapper, without_wrappers
+from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.sharding.shards import is_dtensor, local_of, origin_of, why_unusable
 
 

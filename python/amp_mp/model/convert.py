@@ -9,19 +9,19 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-from amp_mp import overflow_report
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
+from amp_mp.messages import warn
 from amp_mp.model import moving
 from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, return_given_dtype
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
-from amp_mp.nn.functional import is_wrapper
+from amp_mp.module_names import is_wrapper, prepared_models
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import warn
+from amp_mp.torch_private import global_step_pre_hooks
 
 
 def prepare(
@@ -126,7 +126,7 @@ def _convert(
     function: str, model: nn.Module, dtype: torch.dtype, enabled: bool, *keep: Kept | None
 ) -> nn.Module:
     _check(function, model)
-    if _before_step not in hooks._global_optimizer_pre_hooks.values():
+    if _before_step not in global_step_pre_hooks.values():
         hooks.register_optimizer_step_pre_hook(_before_step)
     prepares = function == "prepare"
     kept = select(model, *keep)
@@ -153,7 +153,7 @@ def _convert(
         if tensor.grad is not None:  # it has the old dtype
             tensor.grad = tensor.grad.to(tensor.grad_dtype or tensor.grad.dtype)
     update_units(model)
-    overflow_report.models.add(model)
+    prepared_models.add(model)
     for module in model.modules():
         if any(t.dtype in LOW_PRECISION for t in named_tensors(module, recurse=False).values()):
             if prepares:

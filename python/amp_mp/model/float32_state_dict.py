@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.module_names import DDP, without_wrappers
-from amp_mp.nn.functional import is_wrapper
+from amp_mp.module_names import DDP, is_wrapper, without_wrappers
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.masters import refuse_swapped
+from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.sharding.shards import like, why_foreign
 
 

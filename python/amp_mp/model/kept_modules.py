@@ -11,11 +11,12 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.model.selection import is_marked, is_normalisation, named_tensors
 from amp_mp.nested import map_tensors, tensors_in
 from amp_mp.nn import float32_layers
+from amp_mp.torch_private import NormBase
 
 # The modules that torch can give low-precision inputs beside float32 weights on a CPU, which saves
 # the casts; the first ones are fused after a choice of products.
 CHOSEN_FIRST = (nn.LayerNorm, nn.RMSNorm)
-MIXING = (*CHOSEN_FIRST, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+MIXING = (*CHOSEN_FIRST, nn.GroupNorm, NormBase)
 
 # The attribute of a tensor that was cast for a kept module: the module's id, and the dtype that it
 # had. The id, because the tensor may go to a kept module inside the first as it is.

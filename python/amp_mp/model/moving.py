@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from amp_mp import overflow_report
 from amp_mp.dtypes import LOW_PRECISION
-from amp_mp.module_names import without_wrappers
+from amp_mp.messages import warn
+from amp_mp.module_names import prepared_models, without_wrappers
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.step.graphs import is_capturing
+from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.sharding.gradients import by_device
 from amp_mp.sharding.shards import local_of
-from amp_mp.text_table import dtype_name, warn
+from amp_mp.text_table import dtype_name
 
 # At which steps values are compared: ever more rarely, as EMAs may begin late and move slowly.
 LOOKS = frozenset({1, *(first << k for k in range(10) for first in (2, 3))})
@@ -164,8 +164,11 @@ def _samples(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _warn(moved: list[tuple[nn.Module, str]], is_buffer: bool) -> None:
-    roots = overflow_report.models
-    paths = {m: without_wrappers(path) for root in roots for path, m in root.named_modules()}
+    paths = {
+        module: without_wrappers(path)
+        for model in prepared_models
+        for path, module in model.named_modules()
+    }
     known = all(module in paths for module, _ in moved)
     names = [f"{paths.get(m, type(m).__name__)}.{name}".lstrip(".") for m, name in moved]
     if known and not is_buffer:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from amp_mp.module_names import matches, without_wrappers
+from amp_mp.torch_private import NormBase
 
 # Statistics and small affine weights, where low precision saves nothing and costs accuracy.
-NORMALISATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+NORMALISATIONS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, NormBase)
 
 # Other libraries' normalisation layers are known by their class's name (LlamaRMSNorm, T5LayerNorm,
 # FrozenBatchNorm2d, but not Normalize), if they hold vectors only: PreNorm, which holds a whole

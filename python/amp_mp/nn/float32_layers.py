@@ -13,6 +13,7 @@ from torch.nn import functional
 from amp_mp import _C
 from amp_mp.casting import products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
+from amp_mp.torch_private import fused_rms_norm
 from amp_mp.torch_versions import has_autocast
 
 
@@ -150,7 +151,7 @@ def in_float32(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor
             if not is_compiling():
                 _C.products.fuse_norms()
             is_rms = function is functional.rms_norm
-            return torch.ops.aten._fused_rms_norm(x, *args)[0] if is_rms else function(x, *args)
+            return fused_rms_norm(x, *args)[0] if is_rms else function(x, *args)
         args = tuple(arg.to(dtype) if isinstance(arg, Tensor) else arg for arg in args)
         return function(x.to(dtype), *args).to(x.dtype)
 

@@ -25,10 +25,9 @@ from amp_mp.optim.options import (
     check_options,
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
-from amp_mp.optim.state.formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
-from amp_mp.optim.step.graphs import outside_graphs
+from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.step.params import (
     drop_repeats,
     labelled,
@@ -37,8 +36,9 @@ from amp_mp.optim.step.params import (
     refuse_zero,
 )
 from amp_mp.optim.step.stepper import Stepper, StepReport
-from amp_mp.scaling.overflows import NormSpike
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
+from amp_mp.torch_private import outside_graphs
 
 # Attributes in a pickle besides torch's own.
 PICKLED = "max_grad_norm skip_norm_above raise_after_skips check_overflow"
@@ -173,7 +173,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         Existing state stays. Raises what a first step raises: TypeError or ValueError naming the
         parameter, RuntimeError in torch.inference_mode or while a CUDA graph is captured.
         """
-        self._stepper.hooks.check_replaced(self.param_groups)
         _C.init_states(self._group_rules(), self.param_groups, self.state)
 
     def masters(self, params: Any = None) -> AbstractContextManager[Any]:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.rule import choosable_states
-from amp_mp.optim.state.formats import ROUNDINGS
-from amp_mp.scaling.overflows import NormSpike
+from amp_mp.optim.state.stored_formats import ROUNDINGS
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
-from amp_mp.text_table import warn
 
 # What help() of every fused optimizer ends with.
 SHARED = """

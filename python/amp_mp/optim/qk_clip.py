@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.optim.step.graphs import outside_graphs
 from amp_mp.sharding.shards import local_of, part_of_whole
+from amp_mp.torch_private import outside_graphs
 
 
 @outside_graphs

@@ -2,10 +2,10 @@
 
 A policy has a `scale`, and `update(found_inf, max_abs)` moves it after a step. The arithmetic is
 csrc/core/scale.h, so that a policy runs on the host or on a device. `overflows` counts overflows in
-a row and warns; its `NormSpike` is a limit for norms, which no policy sees.
+a row and warns. `norm_spike` is a limit for norms, which no policy sees.
 """
 
-from amp_mp.scaling.overflows import NormSpike
+from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.policies import (
     AdaptiveGradScale,
     Backoff,

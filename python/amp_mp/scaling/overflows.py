@@ -1,11 +1,10 @@
-"""Skipped steps: the watch over overflows in a row, and the limit of norms that follows a run."""
+"""The watch over overflows in a row."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 
+from amp_mp.messages import warn
 from amp_mp.scaling.policies import ScalePolicy
-from amp_mp.text_table import warn
 
 STUCK = 5  # overflows in a row at a scale that does not fall
 SKIPS = 25  # skipped steps in a row
@@ -68,26 +67,3 @@ class OverflowWatch:
             f"since step {self.since}, and the loss scale is {policy.scale:g}{floor}: no scale can "
             f"cure that. The gradients concerned, of this step:\n{describe(before)}"
         )
-
-
-@dataclass(frozen=True)
-class NormSpike:
-    """A limit for the gradients' norm that follows the run: `skip_norm_above` of the optimizers.
-
-    A step is skipped where log2 of the norm is more than `sigmas` standard deviations above the
-    mean of the last `window` steps taken (csrc/core/norm_limit.h: exponential averages once a
-    window is full; the deviation counts as at least 1/16). While fewer than window / 2 norms are
-    known nothing is skipped, as in OLMo-core's SkipStepOptimizer. Skipped steps change neither mean
-    nor deviation; after `window` of them in a row all is forgotten: a norm that stays is learned.
-
-    Raises ValueError unless sigmas > 0 and window >= 2.
-    """
-
-    sigmas: float = 6.0
-    window: int = 100
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sigmas < inf:
-            raise ValueError(f"sigmas must be positive and finite, found {self.sigmas!r}")
-        if not 2 <= self.window < inf:
-            raise ValueError(f"window must be 2 or more and finite, found {self.window!r}")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
+from amp_mp.messages import warn
 from amp_mp.sharding.gradients import Statistics, gradient_of_each, measure
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, split_groups
-from amp_mp.text_table import warn
 from amp_mp.torch_versions import all_gather
 
 # Sums of the same gradients on several processes differ by less: kernels that add in any order.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp_mp.torch_versions import fsdp_groups
+from amp_mp.torch_private import dtensor_of, gathered_parameters, local_shape_and_offset
 
 
 class Origin(NamedTuple):
@@ -79,10 +79,7 @@ def origin_of(tensor: Any) -> Origin:
     """Where this process's shard begins. Needs a tensor that why_unusable has nothing against."""
     if not is_dtensor(tensor):
         return Origin()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    shape, offset = local_shape_and_offset(tensor.shape, tensor)
     cut = [dim for dim, count in enumerate(shards_of(tensor)) if count > 1]
     if not cut or 0 in shape:
         return Origin()
@@ -134,19 +131,13 @@ def like(local: Tensor, param: Any, shape: tuple[int, ...] | None = None) -> Ten
     """
     if not is_dtensor(param):
         return local
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     shape = tuple(param.shape) if shape is None else tuple(shape)
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     if shape == tuple(param.shape):
         strides = param.stride()
     elif shape == tuple(local.shape):  # not cut, so of any layout
         strides = local.stride()
-    meta = TensorMeta(type(param.shape)(shape), strides, local.dtype)
-    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
-    made: Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    return dtensor_of(local, param, shape, strides)
 
 
 def whole(value: Tensor) -> Tensor:
@@ -181,10 +172,7 @@ def part_of_whole(value: Tensor, param: Tensor) -> Tensor:
     """A whole tensor's part on this process, contiguous."""
     if not is_dtensor(param):
         return value
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
+    shape, offset = local_shape_and_offset(value.shape, param)
     if shape == tuple(value.shape):
         return value
     for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
@@ -224,11 +212,4 @@ def split_groups(tensor: Any) -> list[Any]:
 
 def is_gathered(param: Tensor) -> bool:
     """Whether a plain parameter is one that fully_shard has gathered, and drops at reshard()."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    if states is None or is_dtensor(param):
-        return False
-    for reference in list(getattr(states, "_module_state_mapping", {}).values()):
-        for group in fsdp_groups(reference()):
-            if any(getattr(each, "_unsharded_param", None) is param for each in group.fsdp_params):
-                return True
-    return False
+    return not is_dtensor(param) and any(each is param for each in gathered_parameters())

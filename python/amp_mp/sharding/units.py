@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from amp_mp.sharding.shards import is_dtensor
-from amp_mp.torch_versions import fsdp_groups
+from amp_mp.torch_private import fsdp_groups
 
 
 def units_of(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:

@@ -14,9 +14,8 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
-from amp_mp.optim.step.params import param_infos
+from amp_mp.optim.step.replaced import ReplacedCheck
 from amp_mp.sharding import gradients, reduction
-from amp_mp.sharding.replaced import ReplacedCheck
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 
@@ -215,10 +214,9 @@ class InMasters(Carrier):
         """Copies the model's gradients, divided by the scale, to the masters."""
         pairs = self.masters.pairs()
         low = [param for param, _ in pairs]
-        gone = [param for param in low if param.grad is None]
-        if len(gone) == len(pairs) or self._replaced.seen != self._replaced.assignments:
-            infos = param_infos(self.optimizer.param_groups)
-            self._replaced.check((self.masters.model_param(p), info.label) for p, info in infos)
+        if self._replaced.seen != ReplacedCheck.assignments:
+            self._replaced.check_assigned(self.masters.model_infos())
+        self._replaced.check_gradients(self.masters.model_infos())
         gradients.copy_gradients(pairs, 1.0 / scale)
         for param, grad, master, true in self._earlier:
             if param.grad is None:

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from amp_mp.messages import say, warn
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.step.graphs import outside_graphs
-from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding import gradients, reduction
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import say, warn
+from amp_mp.torch_private import outside_graphs, tree_map_only
 from amp_mp.wrappers.carriers import InMasters, carrier_for, model_groups
 from amp_mp.wrappers.masters import FusedMasters, Masters
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown

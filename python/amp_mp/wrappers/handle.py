@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
-from amp_mp.casting import autocast
-from amp_mp.casting.autocast import Casting
+from amp_mp.casting import active_castings, autocast
+from amp_mp.casting.active_castings import Casting
 from amp_mp.casting.products import choose_products
+from amp_mp.casting.step_hooks import install_step_hooks
+from amp_mp.messages import say
 from amp_mp.scaling.policies import Backoff, ScalePolicy, Static, make_policy
 from amp_mp.switch import ENABLED
-from amp_mp.text_table import say
 from amp_mp.wrappers.scale_loss import OptimWrapper, ScaledLosses, SkippedSteps
 
 
@@ -94,8 +95,8 @@ class AmpHandle:
         self._losses = [losses]
         self._active = casting is not None
         if casting is not None:
-            autocast.install_step_hooks()
-            autocast.begin(self, casting)
+            install_step_hooks()
+            active_castings.begin(self, casting)
 
     def __enter__(self) -> Self:
         if self.dtype is not None and not self._active:
@@ -117,7 +118,7 @@ class AmpHandle:
         """
         if self._active:
             self._active = False
-            autocast.end(self)
+            active_castings.end(self)
 
     _deactivate = deactivate  # Apex's name
 
@@ -195,7 +196,7 @@ class AmpHandle:
 
     def _clear_cache(self) -> None:
         if self.dtype is not None:
-            autocast.clear_casts()
+            active_castings.clear_casts()
 
     def _disable_casts(self) -> Any:
         return nullcontext() if self.dtype is None else autocast.disable_casts(self.device_type)

@@ -15,9 +15,9 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
-from amp_mp.optim.state.formats import MASTER_ENTRIES
-from amp_mp.optim.state.masters import MasterBlocks, refuse_swapped
-from amp_mp.optim.step.params import drop_repeats, param_infos
+from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
+from amp_mp.optim.step.params import ParamInfo, drop_repeats, param_infos
 from amp_mp.sharding import gradients
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
 
@@ -81,6 +81,11 @@ class Masters:
         """The name for messages of a parameter of the model."""
         infos = param_infos(self.optimizer.param_groups)
         return next(info.label for own, info in infos if self.model_param(own) is param)
+
+    def model_infos(self) -> Iterator[tuple[Tensor, ParamInfo]]:
+        """The model's parameters, each with what messages say of it."""
+        for param, info in param_infos(self.optimizer.param_groups):
+            yield self.model_param(param), info
 
     def groups(self, first: int = 0) -> list[list[Tensor]]:
         """The lists of parameters in the optimizer's param_groups, themselves; first: as above."""

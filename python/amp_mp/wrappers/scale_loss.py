@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_mp.casting.autocast import steps_taken
+from amp_mp.casting.step_hooks import steps_taken
+from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
-from amp_mp.overflow_report import describe_nonfinite
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import totals_of
-from amp_mp.text_table import warn
 from amp_mp.wrappers.carriers import Carrier, InFloat32, InMasters, carrier_for, model_groups
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.wrapper import LOSS_SCALE

@@ -5,10 +5,10 @@ Each gives a parameter a part of its gradient; the gradient is whole when the ou
 
 from inspect import unwrap
 
-import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.torch_private import at_end_of_backward, current_backward
 
 
 class Passes:
@@ -32,14 +32,13 @@ class Passes:
         """
         if _C.is_nested_backward():
             return False
-        outermost = torch._C._current_graph_task_id()
+        outermost = current_backward()
         if outermost != self._outermost:
             self.forget()
             self._outermost = outermost
             self._nests = any(calls_backward(kind) for kind in _C.autograd_functions())
             if outermost >= 0:
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self.forget)
+                at_end_of_backward(self.forget)
         if not self._nests:
             self._whole.add(id(param))
         return not self._nests

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE, check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gradient_on
 from amp_mp.optim.backward.nested import Passes
 from amp_mp.optim.step.params import ParamInfo, param_infos
@@ -22,7 +23,6 @@ from amp_mp.optim.step.stepper import Stepper
 from amp_mp.sharding.gradients import Statistics, Verdict, joined, local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.shards import is_dtensor, local_of
-from amp_mp.text_table import warn
 
 
 class Release(Attachment):

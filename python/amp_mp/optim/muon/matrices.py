@@ -14,6 +14,7 @@ from torch import Tensor
 from amp_mp._C import WholeMatrices, orthogonalise_
 from amp_mp.optim.rule import Group, MakeUpdates, Shape
 from amp_mp.sharding.shards import like, local_of, part, split_groups
+from amp_mp.torch_private import foreach_copy_
 
 Members = Sequence[tuple[Tensor, Group]]
 
@@ -254,11 +255,11 @@ class Exchange:
             stack = torch.cat(own).view(-1, *kind.shape)
             orthogonalise_(stack, kind.group, kind.factor)
             made = stack.flatten().split_with_sizes([piece.numel() for piece in own])
-            torch._foreach_copy_(own, list(made))
+            foreach_copy_(own, list(made))
         self._send(sent, received, self._sent, self._received)
         if mine:
             made = sent.split_with_sizes([size for _, size in self._from])
-            torch._foreach_copy_(mine, list(made))
+            foreach_copy_(mine, list(made))
 
     def _send(self, to: Tensor, source: Tensor, arriving: list[int], leaving: list[int]) -> None:
         """Exchanges elements, as many with each process as these say."""

@@ -16,7 +16,7 @@ from amp_mp.optim.muon.matrices import (
     refuse_shape,
     shape_of,
 )
-from amp_mp.optim.muon.selection import muon_groups
+from amp_mp.optim.muon.muon_groups import muon_groups
 from amp_mp.optim.options import Options, check_group, check_muon
 from amp_mp.optim.rule import Directions, Group, Rule
 from amp_mp.text_table import aligned

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.sharding.replaced import ReplacedCheck, assigned
+from amp_mp.optim.step.replaced import ReplacedCheck, assigned
 from amp_mp.sharding.shards import is_dtensor, local_of, part
 
 # Of the modules that `prepare` has converted, the bits of their plain parameters by name. They tell
@@ -194,7 +194,9 @@ def _after_load(module: nn.Module, _: Any) -> None:
     follow_replaced(module, given)
     for name, (before, value) in given.items():
         param = module._parameters.get(name)
-        if before is not None and before is not param and not is_dtensor(param):
+        # Otherwise FSDP2 has put a shard back in place of the gathered parameter.
+        is_assigned = before is not param and is_dtensor(before) == is_dtensor(param)
+        if before is not None and is_assigned:
             assigned[before] = None
             ReplacedCheck.assignments += 1
         if param is None or param.dtype not in LOW_PRECISION or param.shape != value.shape:

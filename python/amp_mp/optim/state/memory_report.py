@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.formats import CLOCK
+from amp_mp.optim.state.stored_formats import CLOCK
 from amp_mp.sharding.shards import local_of
 from amp_mp.text_table import aligned, size_text
 

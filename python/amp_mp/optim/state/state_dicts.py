@@ -13,7 +13,7 @@ from amp_mp import _C
 from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts, without_repeats
-from amp_mp.optim.state.formats import as_bytes
+from amp_mp.optim.state.stored_formats import as_bytes
 
 
 @contextmanager

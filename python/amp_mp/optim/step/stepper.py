@@ -10,17 +10,18 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.formats import KINDS
-from amp_mp.optim.state.masters import MasterBlocks
-from amp_mp.optim.step.graphs import drop_in_a_capture
+from amp_mp.optim.state.edit_blocks import MasterBlocks
+from amp_mp.optim.state.stored_formats import KINDS
+from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
+from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
-from amp_mp.overflow_report import describe_nonfinite
-from amp_mp.scaling.overflows import NormSpike, OverflowWatch
+from amp_mp.optim.step.replaced import ReplacedCheck
+from amp_mp.scaling.norm_spike import NormSpike
+from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
-from amp_mp.sharding.replaced import ReplacedCheck
-from amp_mp.text_table import warn
 
 
 class StepReport(NamedTuple):
@@ -38,8 +39,9 @@ class StepReport(NamedTuple):
 class Hooks:
     """What the native step asks of Python where it gathers an optimizer's tensors."""
 
-    def __init__(self, own_keys: frozenset[str]) -> None:
+    def __init__(self, optimizer: weakref.ref[Any], own_keys: frozenset[str]) -> None:
         """own_keys: the entries of param_groups that are the optimizer's."""
+        self._optimizer = optimizer
         self.own_keys = own_keys
         self.replaced = ReplacedCheck()
         self.memory: list[Any] | None = None  # of each group when tensors were gathered last
@@ -80,8 +82,11 @@ class Hooks:
         self.memory, self.offload = given, offload
 
     def check_replaced(self, groups: list[Group]) -> None:
-        """Raises ValueError where DTensors have replaced the parameters in their modules."""
-        self.replaced.check((param, info.label) for param, info in param_infos(groups))
+        """Warns where no parameter has had a gradient so far."""
+        optimizer: Any = self._optimizer()
+        # A hook hides the gradients from a step that handle.scale_loss skips.
+        if not optimizer._optimizer_step_pre_hooks:
+            self.replaced.check_gradients(param_infos(groups))
 
     def warn_of_graph(self) -> None:
         """Warns that a CUDA graph has captured a step of tensors that are no longer these."""
@@ -130,7 +135,7 @@ class Stepper:
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters = MasterBlocks()
-        self.hooks = Hooks(own_keys)
+        self.hooks = Hooks(self._optimizer, own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
         self._kept: list[RemovableHandle] = []
@@ -168,14 +173,11 @@ class Stepper:
         """Measures, decides and applies, or ends the iteration; returns what it was handed."""
         if self.masters.open:
             self.masters.refuse("step()")
-        replaced = self.hooks.replaced
-        if replaced.seen != replaced.assignments:
-            self.hooks.check_replaced(optimizer.param_groups)
+        if self.hooks.replaced.seen != ReplacedCheck.assignments:
+            self.hooks.replaced.check_assigned(param_infos(optimizer.param_groups))
         handed = self._handed_now(optimizer)
         attachment = self.attachment
         if attachment is not None and attachment.releases:
-            if replaced.is_due():
-                self.hooks.check_replaced(optimizer.param_groups)
             attachment.finish(handed)
             return handed
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above

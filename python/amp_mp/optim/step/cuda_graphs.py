@@ -1,14 +1,10 @@
-"""CUDA graphs, and the graphs of torch.compile."""
+"""What a step does while a CUDA graph captures it."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -43,12 +39,3 @@ def drop_in_a_capture(param: Tensor) -> RemovableHandle:
 
     handle: RemovableHandle = param.register_hook(drop)  # type: ignore[no-untyped-call]
     return handle
-
-
-def outside_graphs(function: Function) -> Function:
-    """The function, which a compiled caller calls as it is, with everything that it calls.
-
-    Traced, a step would take torch.compile a minute and be computed by other kernels with other
-    results. torch loads its compiler at the first call, as it does when an optimizer is made.
-    """
-    return cast("Function", _disable_dynamo(function))

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from amp_mp import _C
 from amp_mp.optim.rule import Rule
+from amp_mp.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 swapped: set[int] = set()  # ids of the parameters that hold averages now
 

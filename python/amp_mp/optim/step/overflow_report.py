@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
+from amp_mp.module_names import prepared_models
 from amp_mp.sharding.gradients import by_device
 from amp_mp.sharding.shards import any_dtensor, local_of
 from amp_mp.text_table import aligned, dtype_name, scale_text
-
-models: WeakSet[nn.Module] = WeakSet()  # by whose paths parameters are named
 
 
 class NonFinite(NamedTuple):
@@ -99,9 +97,9 @@ def describe_nonfinite(
     scale: float,
     model_param: Callable[[Tensor], Tensor] = lambda p: p,
 ) -> str:
-    """Which gradients of these groups are inf or NaN; named by known models, else by the groups."""
+    """Which gradients of these groups are inf or NaN; names: a prepared model's, or the groups'."""
     found: list[tuple[str, Tensor]] = []
-    paths = {id(p): path for model in models for path, p in model.named_parameters()}
+    paths = {id(p): path for model in prepared_models for path, p in model.named_parameters()}
     for number, group in [pair for groups in param_groups for pair in enumerate(groups)]:
         given = dict(enumerate(group.get("param_names") or ()))
         for i, param in enumerate(map(model_param, group["params"])):

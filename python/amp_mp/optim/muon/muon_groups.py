@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_mp.module_names import DDP, matches, without_wrappers
+from amp_mp.torch_private import ConvNd, NormBase
 
-CONVOLUTIONS = nn.modules.conv._ConvNd
 # Rows of an embedding and weights of a normalisation are looked up or multiplied one by one.
 NOT_MATRICES = (
     nn.Embedding,
@@ -16,9 +16,9 @@ NOT_MATRICES = (
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
-    nn.modules.batchnorm._NormBase,
     nn.RNNBase,
-    CONVOLUTIONS,
+    ConvNd,
+    NormBase,
 )
 # The same in other libraries' modules; and what is a plain parameter that is added, multiplied or
 # looked up: positions, tokens, gains, Mamba's A_log and D. Searched in "type.name".
@@ -68,7 +68,7 @@ def muon_groups(
         if name not in own:
             others.append((name, param))
             continue
-        flatten = any(isinstance(module, CONVOLUTIONS) for module, _ in owners[id(param)])
+        flatten = any(isinstance(module, ConvNd) for module, _ in owners[id(param)])
         groups.setdefault((blocks.get(name, 1), flatten), []).append((name, param))
     made: list[dict[str, Any]] = [
         {"params": params, "use_muon": True, "split": split, "flatten": flatten}

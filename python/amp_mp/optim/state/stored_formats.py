@@ -24,7 +24,7 @@ _SPLITS = {
 MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
-# What a master, and a state of each kind (rule.py, State), may be stored as.
+# What a master, and a state of each kind, may be stored as (kinds: csrc/core/rules/declared.h).
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES}
 KINDS |= dict.fromkeys(("exact", "row"), ("float32",))
 # By the dtype of its remainders, a split master's format.

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from amp_mp.text_table import aligned
+from amp_mp.torch_private import ConvNd
 
 
 class Product(NamedTuple):
@@ -66,7 +66,7 @@ def tensor_core_report(
     with ExitStack() as undo, torch.no_grad():
         for module in names:
             undo.callback(setattr, module, "training", module.training)
-            if isinstance(module, nn.Linear | _ConvNd):
+            if isinstance(module, nn.Linear | ConvNd):
                 undo.callback(module.register_forward_hook(look, with_kwargs=True).remove)
         model.eval()(*inputs, **kwargs)
     return found
@@ -88,7 +88,7 @@ def _sizes(module: nn.Module, given: Tensor, out: Tensor) -> dict[str, int]:
     if isinstance(module, nn.Linear):
         rows = math.prod(given.shape[:-1])
         return {"M": rows, "K": module.in_features, "N": module.out_features}
-    assert isinstance(module, _ConvNd)
+    assert isinstance(module, ConvNd)
     kernel = math.prod(module.kernel_size)
     inner, outer = module.in_channels // module.groups, module.out_channels // module.groups
     if module.transposed:

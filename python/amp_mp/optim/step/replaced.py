@@ -1,0 +1,49 @@
+"""Warnings of an optimizer whose parameters are not, or not any more, those of the model."""
+
+from collections.abc import Iterable, MutableMapping
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_mp.messages import warn
+from amp_mp.optim.step.params import ParamInfo
+
+# Parameters of prepared modules that load_state_dict(assign=True) has replaced.
+assigned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+
+
+class ReplacedCheck:
+    """The warnings of one optimizer; `params`: its parameters with their places."""
+
+    assignments = 0  # how many parameters were ever `assigned`
+
+    def __init__(self) -> None:
+        self.seen = 0  # of `assignments`
+        self._had_gradient = False  # or a warning that it had none
+
+    def check_assigned(self, params: Iterable[tuple[Tensor, ParamInfo]]) -> None:
+        """Warns of parameters that load_state_dict has replaced; call where `seen` is too low."""
+        self.seen = self.assignments
+        if gone := [info.label for param, info in params if param in assigned]:
+            more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
+            warn(
+                f"{gone[0]}{more} is no longer the module's: load_state_dict(assign=True) has put "
+                "another in its place, which no step changes. Make the optimizer after that call, "
+                "or load without assign"
+            )
+
+    def check_gradients(self, params: Iterable[tuple[Tensor, ParamInfo]]) -> None:
+        """Warns once where none of the trainable parameters has had a gradient so far."""
+        trainable = [] if self._had_gradient else [row for row in params if row[0].requires_grad]
+        if not trainable:
+            return
+        self._had_gradient = True
+        if all(param.grad is None for param, _ in trainable):
+            param, info = trainable[0]
+            warn(
+                "no parameter of this optimizer has a gradient, nor had one before, so the step "
+                f"changes nothing; the first is {info.label}, of shape {tuple(param.shape)}. If "
+                "backward was called, the model has other parameters: fully_shard, "
+                "parallelize_module and load_state_dict(assign=True) replace them. Make the "
+                "optimizer after that call"
+            )
