@@ -160,7 +160,7 @@ $(VENV)/built: $(VENV)/tools $(NATIVE)
 	@touch $@
 
 $(VENV)/linters: $(VENV)/tools
-	$(PY) -m pip install --quiet 'clang-format==19.1.7' 'mypy>=1.14' 'ruff>=0.9'
+	$(PY) -m pip install --quiet $$($(PY) build_tools/packages.py lint)
 	@touch $@
 
 $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
@@ -174,9 +174,9 @@ $(ZOO)/tools: tests/zoo/requirements.txt tests/zoo/requirements_no_deps.txt
 	$(ZOO)/bin/python -m pip install --quiet --no-deps -r tests/zoo/requirements_no_deps.txt
 	touch $@
 
-$(SITE)/tools: build_tools/site_requirements.txt
+$(SITE)/tools: pyproject.toml
 	"$(PYTHON)" -m venv $(SITE)
-	$(SITE)/bin/python -m pip install --quiet -r build_tools/site_requirements.txt
+	$(SITE)/bin/python -m pip install --quiet $$($(SITE)/bin/python build_tools/packages.py docs)
 	touch $@
 
 $(VENV)/tools: pyproject.toml .ci/environment
