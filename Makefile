@@ -30,9 +30,10 @@ demo: build
 # Processes that tests start import the package from bytecode, which spares each of them .1 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The site of docs/ and of the docstrings, in build/site; a broken link or reference is an error.
+# The site of docs/ and of the docstrings, in build/site; a broken link or reference is an error. Not with
+# --quiet, which hides warnings from --strict.
 docs: $(SITE)/tools
-	$(SITE)/bin/mkdocs build --quiet --strict
+	$(SITE)/bin/mkdocs build --strict
 
 # Every page and the search in Chromium (apt install chromium), with photographs.
 docs-look: docs

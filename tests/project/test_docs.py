@@ -95,7 +95,8 @@ def prose(page: str) -> str:
     return re.sub(r"^New file .*$", "", text, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES)
+# mkdocs checks those of docs/: `make docs`.
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/")])
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
         if "://" in target:
