@@ -95,7 +95,7 @@ test-zoo: $(ZOO)/built
 	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
 
 # Sharded training on 1, 2 and 4 processes of this machine: every optimizer in every format and layout,
-# 20 long random runs of each layout, all commands of docs/sharded_steps.md. `make test` runs a selection.
+# 20 long random runs of each layout, all commands of docs/distributed.md. `make test` runs a selection.
 test-distributed: build
 	AMP_MP_DISTRIBUTED=1 $(PYTEST) tests/distributed tests/optim/state/test_sharded_state.py \
 	  tests/examples/test_parallel_training.py tests/project/test_distributed_docs.py
