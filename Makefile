@@ -90,7 +90,7 @@ test-processors: build
 	$(PY) build_tools/test_processors.py --jobs $(JOBS)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
-# their own with pinned versions (1 GB without CUDA). Prints the table of docs/experiments.md.
+# their own with pinned versions (1 GB without CUDA). Prints the table of docs/benchmarks.md.
 test-zoo: $(ZOO)/built
 	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
 
