@@ -198,6 +198,7 @@ def copy_gradients(pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1
             master.grad = torch.empty_like(grad, dtype=torch.float32)
     targets = gradients_of([master for _, master in given])
     _copy_local_(targets, sources, multiplier)
+    _C.used_on_current_stream(sources)  # their memory may be freed now
 
 
 def copy_all_(
