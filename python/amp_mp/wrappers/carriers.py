@@ -100,7 +100,7 @@ class Carrier:
             )
 
     def before_step(self) -> None:
-        """For masters: nothing here."""
+        """What a step needs beside gradients: nothing, where the optimizer updates the model."""
 
     def after_step(self) -> None:
         """The next step needs a `collect` of its own."""

@@ -126,9 +126,9 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
                 self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Makes the masters' gradients of the model's, which it divides by the scale.
+        """Divides the model's gradients by the scale, into those of the masters if there are any.
 
-        An overflow, where they are checked, sets `overflow` and changes none.
+        If gradients are checked and one overflows, this sets `overflow` and divides none.
         """
         scale = self._carrier.carried or self.loss_scale
         if self._checks:
@@ -193,11 +193,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
             return None
         self._masters.stale = True
         try:
-            if closure is None:
-                self._carrier.before_step()
-                result = self._carrier.step()
-            else:
-                result = self._step_with_closure(closure)
+            self._carrier.before_step()
+            result = self._carrier.step() if closure is None else self._step_with_closure(closure)
         except Exception:  # a step that was refused, say inside of AveragedModel.swap
             self._masters.stale = False
             raise
@@ -205,7 +202,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         return result
 
     def _check_gradients(self) -> None:
-        """Raises RuntimeError for gradients that the masters have not got."""
+        """Raises RuntimeError for gradients that still carry a scale or came without backward."""
         if not self._masters.enabled or (self.overflow and self._carrier.carried is not None):
             return  # an overflow: there will be no step
         self._carrier.check()
@@ -244,7 +241,6 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
         self.first_closure_call_this_step = True
         try:
-            self._masters.follow(self._masters.pairs())
             return self._carrier.step(evaluate)
         finally:
             self.first_closure_call_this_step = True
