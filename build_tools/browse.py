@@ -31,7 +31,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def look(page: Page, address: str, wrong: list[str]) -> None:
-    """Opens every page of the site, and searches it. wrong: gets what is."""
+    """Opens every page of the site, and searches it; adds what is wrong to `wrong`."""
     page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
     page.on("response", lambda got: got.status < 400 or wrong.append(f"{page.url} lacks {got.url}"))
     for file in sorted(SITE.rglob("*.html")):
