@@ -166,9 +166,9 @@ class InMasters(Carrier):
         super().__init__(masters.optimizer)
         self.masters = masters
         self._replaced = ReplacedCheck()
-        # True gradients of earlier losses, while the model has those of a later one: parameter,
-        # its gradient, master, its gradient.
-        self._earlier: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] = []
+        # By master, while the model has a later loss's gradients: the parameter, what the loss
+        # before has left of it, and the true gradient of all losses.
+        self._earlier: dict[Tensor, tuple[Tensor, Tensor | None, Tensor]] = {}
 
     def params(self) -> list[Tensor]:
         """The model's parameters."""
@@ -181,32 +181,32 @@ class InMasters(Carrier):
     def backward(self, scale: float, delays: bool = False) -> Iterator[None]:
         """As Carrier's; afterwards the model has this loss's gradients, masters those of all."""
         self.masters.refresh()
+        pairs = self.masters.pairs()
         if not self._noted or ledger.are_gone(self.params()):
-            self._forget()
+            self._forget(pairs)
         elif self.carried is None:
-            self._set_aside()
+            self._set_aside(pairs)
         try:
             with super().backward(scale, delays):
                 yield
         except BaseException:
-            for param, grad, master, true in self._earlier:
+            for master, (param, grad, true) in self._earlier.items():
                 param.grad, master.grad = grad, true
-            self._earlier = []
+            self._earlier = {}
             raise
-        low = [param for param, _ in self.masters.pairs()]
-        self._noted = ledger.note(low) or self._noted
+        self._noted = ledger.note([param for param, _ in pairs]) or self._noted
 
-    def _forget(self) -> None:
+    def _forget(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Drops the masters' gradients: a script has cleared the model's."""
-        self.carried, self._noted, self._earlier = None, False, []
-        for _, master in self.masters.pairs():
+        self.carried, self._noted, self._earlier = None, False, {}
+        for _, master in pairs:
             master.grad = None
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Makes room in model and masters for the gradients of the next loss."""
-        pairs = self.masters.pairs()
-        self._earlier = [(param, param.grad, master, master.grad) for param, master in pairs]
         for param, master in pairs:
+            if master.grad is not None:
+                self._earlier[master] = (param, param.grad, master.grad)
             param.grad = master.grad = None
 
     @torch.no_grad()
@@ -217,13 +217,15 @@ class InMasters(Carrier):
         if self._replaced.seen != ReplacedCheck.assignments:
             self._replaced.check_assigned(self.masters.model_infos())
         self._replaced.check_gradients(self.masters.model_infos())
-        gradients.copy_gradients(pairs, 1.0 / scale)
-        for param, grad, master, true in self._earlier:
+        only = [(param, master) for param, master in pairs if master not in self._earlier]
+        gradients.copy_gradients(only, 1.0 / scale)
+        # One at a time: two float32 gradients of every parameter would take much memory.
+        for master, (param, grad, true) in self._earlier.items():
+            gradients.copy_gradients([(param, master)], 1.0 / scale)
+            master.grad = true if master.grad is None else true.add_(master.grad)
             if param.grad is None:
                 param.grad = grad
-            if true is not None:
-                master.grad = true if master.grad is None else true.add_(master.grad)
-        self._earlier = []
+        self._earlier = {}
         ledger.note(low)
         super().collect(scale)
 
@@ -245,14 +247,15 @@ class InMasters(Carrier):
     def zero_grad(self, drop: bool) -> None:
         """As Carrier's, of the model and of the masters."""
         super().zero_grad(drop)
-        self._noted, self._earlier = False, []
+        self._noted, self._earlier = False, {}
         if self.masters.stale:
             self.masters.to_model()
 
     def drop(self) -> None:
         """Sets the gradients of masters and their parameters to None."""
-        self._forget()
-        for param, _ in self.masters.pairs():
+        pairs = self.masters.pairs()
+        self._forget(pairs)
+        for param, _ in pairs:
             param.grad = None
 
 
