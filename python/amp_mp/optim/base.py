@@ -30,12 +30,12 @@ from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.step.params import (
     drop_repeats,
-    labelled,
     refuse_param,
     refuse_sphere,
     refuse_zero,
 )
 from amp_mp.optim.step.stepper import Stepper, StepReport
+from amp_mp.param_groups import labelled, params_in
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.torch_private import outside_graphs
@@ -163,8 +163,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not lightning_asks():
             return self._amp_scaling
-        params = (p for group in self.param_groups for p in group["params"])
-        return self._amp_scaling and any(p.dtype == torch.float16 for p in params)
+        half = any(p.dtype == torch.float16 for p in params_in(self.param_groups))
+        return self._amp_scaling and half
 
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now, not at its first gradient.
@@ -341,7 +341,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "_stepper" not in vars(self):  # being unpickled
             self._make_stepper()
             self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
-            params = [param for group in self.param_groups for param in group["params"]]
+            params = params_in(self.param_groups)
             _C.show_masters(params, [self.state.get(p) for p in params], is_copy=True)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             self._complete(group)
@@ -373,7 +373,7 @@ def forget(optimizer: FusedOptimizer) -> None:
     """
     optimizer._stepper.forget()
     groups, state = optimizer.param_groups, optimizer.state
-    params = [param for group in groups for param in group["params"]]
+    params = params_in(groups)
     _C.renew_masters(groups, state)
     _C.show_masters(params, [state.get(param) for param in params])
     for param in params:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_mp import _C
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, locals_of
 
 # Why a verdict skips a step: an inf or NaN. Another number is a norm above skip_norm_above.
@@ -115,12 +116,7 @@ def _placed(param: Any, label: str | None) -> Any:
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
-    return iter(params_of(optimizer.param_groups))
-
-
-def params_of(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """All parameters of param_groups, in their order."""
-    return [param for group in groups for param in group["params"]]
+    yield from params_in(optimizer.param_groups)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:

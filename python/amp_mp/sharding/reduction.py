@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.messages import warn
+from amp_mp.param_groups import labelled, params_in
 from amp_mp.sharding.gradients import Statistics, gradient_of_each, measure
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, split_groups
 from amp_mp.torch_versions import all_gather
@@ -101,7 +102,7 @@ class WholeStatistics:
         """
         self._groups = list(groups)
         self._named = named_groups(groups, process_groups)
-        self.params = [p for group in groups for p in group["params"]]
+        self.params = params_in(groups)
         self._count = count = len(self.params)
         self._device = device = local_of(self.params[0]).device if count else torch.device("cpu")
         self._meshes: dict[GroupKey, Any] = {}
@@ -198,9 +199,9 @@ class WholeStatistics:
     def _refuse_different(self, squares: list[float], bad: list[float]) -> None:
         """Raises RuntimeError; squares, bad: what the processes have of what all should have."""
         labels = [
-            _C.param_label(group, number, position)
+            label
             for number, (group, named) in enumerate(zip(self._groups, self._named, strict=True))
-            for position, param in enumerate(group["params"])
+            for param, label in labelled(group, number)
             if not named and not split_groups(param)
         ]
         more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
@@ -380,7 +381,7 @@ def statistics_of(
 
 def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
     """As `measure`, of param_groups; of DTensors and with process_groups over all processes."""
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     grads = gradient_of_each(params)
     if any_dtensor(params) or any(named_groups(groups)):
         return WholeStatistics(groups).totals_by_device(grads)
@@ -393,7 +394,7 @@ def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type:
     Of DTensors, and with process_groups, all processes get the norm of the whole gradients and have
     to pass the same parameters; ValueError for a norm_type that is not above 0 there.
     """
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     if not any(named_groups(groups)) and not any_dtensor(params):
         return float(nn.utils.clip_grad_norm_(params, max_norm, norm_type))
     if not norm_type > 0:

@@ -15,6 +15,7 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.replaced import ReplacedCheck
+from amp_mp.param_groups import params_in
 from amp_mp.sharding import gradients, reduction
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
@@ -39,7 +40,7 @@ class Carrier:
 
     def params(self) -> list[Tensor]:
         """The model's parameters that the optimizer updates."""
-        return gradients.params_of(self.optimizer.param_groups)
+        return params_in(self.optimizer.param_groups)
 
     @contextmanager
     def backward(self, scale: float, delays: bool = False) -> Iterator[None]:
@@ -109,7 +110,7 @@ class Carrier:
     def zero_grad(self, drop: bool) -> None:
         """Sets the gradients to 0, or to None with `drop`."""
         self.carried = None
-        for param in {*self.params(), *gradients.params_of(self.optimizer.param_groups)}:
+        for param in {*self.params(), *params_in(self.optimizer.param_groups)}:
             if param.grad is not None:
                 param.grad = None if drop else param.grad.detach().zero_()
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.params import ParamInfo, param_infos
+from amp_mp.param_groups import ParamInfo, param_infos
 from amp_mp.sharding.gradients import writable_gradient
 from amp_mp.sharding.reduction import WholeStatistics, statistics_of
 from amp_mp.sharding.shards import local_of

@@ -17,7 +17,8 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
-from amp_mp.optim.step.params import ParamInfo, drop_repeats, param_infos
+from amp_mp.optim.step.params import drop_repeats
+from amp_mp.param_groups import ParamInfo, param_infos
 from amp_mp.sharding import gradients
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
 

@@ -20,6 +20,7 @@ from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.overflow_report import describe_nonfinite
+from amp_mp.param_groups import params_in
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
@@ -192,7 +193,7 @@ class ScaledLosses:
 def all_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
     groups = chain(*[each.param_groups for each in optimizers])
-    return list(dict.fromkeys(gradients.params_of(groups)))
+    return list(dict.fromkeys(params_in(groups)))
 
 
 def _checked(optimizer: Any) -> list[Optimizer]:

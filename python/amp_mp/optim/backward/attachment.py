@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.step.stepper import Stepper
+from amp_mp.param_groups import params_in
 
 
 @runtime_checkable
@@ -39,7 +40,7 @@ class Attachment(AbstractContextManager["Attachment"], ABC):
 
     def _hook(self, model: nn.Module) -> None:
         """Has `_arrive` called with the optimizer's parameters in the model as gradients come."""
-        own = {p for group in self._optimizer.param_groups for p in group["params"]}
+        own = set(params_in(self._optimizer.param_groups))
         ref = weakref.ref(self)  # a model may outlive its optimizer
 
         def hook(param: Tensor) -> None:

@@ -18,8 +18,8 @@ from amp_mp.dtypes import NATIVE, check_choice
 from amp_mp.messages import warn
 from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gradient_on
 from amp_mp.optim.backward.nested import Passes
-from amp_mp.optim.step.params import ParamInfo, param_infos
 from amp_mp.optim.step.stepper import Stepper
+from amp_mp.param_groups import ParamInfo, param_infos, params_in
 from amp_mp.sharding.gradients import Statistics, Verdict, joined, local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.shards import is_dtensor, local_of
@@ -428,7 +428,7 @@ def attach(
         raise ValueError(
             "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
         )
-    own = {p for group in optimizer.param_groups for p in group["params"]}
+    own = set(params_in(optimizer.param_groups))
     if not any(p in own for p in model.parameters()):
         raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
     wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]

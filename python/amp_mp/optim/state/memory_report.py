@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from amp_mp import _C
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.stored_formats import CLOCK
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import local_of
 from amp_mp.text_table import aligned, size_text
 
@@ -60,7 +61,7 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
     counted: set[int] = set()
     found: dict[str, int] = {}
     host: dict[str, int] = {}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_in(optimizer.param_groups)
     for param in params:
         tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
         tensors += [("original", tensor) for tensor in low_bits.tensors_of(param)]

@@ -14,6 +14,7 @@ from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts, without_repeats
 from amp_mp.optim.state.stored_formats import as_bytes
+from amp_mp.param_groups import params_in
 
 
 @contextmanager
@@ -44,8 +45,9 @@ def load_state(
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict must be a dict, found {type(state_dict).__name__}")
     optimizer = stepper.optimizer
+    checked, stepper.checked = stepper.checked, None
     groups = optimizer.param_groups
-    params = [p for group in groups for p in group["params"]]
+    params = params_in(groups)
     own = [{name: g[name] for name in kept if name in g} for g in groups]
     before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
     made: list[dict[str, Any] | None] = []  # of each parameter
@@ -55,7 +57,8 @@ def load_state(
         found = without_repeats(found)
         check_parts(found, groups)
         found = by_names(found, groups)
-        check_loadable(found, params, stepper)
+        if found["state"] is not checked:
+            check_loadable(found, params, stepper)
         _C.renew_masters(groups, optimizer.state)  # a file of torch's leaves the masters
         entries = _C.SavedEntries(stepper.rules)
         seed = optimizer.defaults["seed"]

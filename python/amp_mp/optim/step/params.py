@@ -1,38 +1,14 @@
-"""An optimizer's parameters: their places, their names in messages, and those that it refuses."""
+"""An optimizer's parameters: repeated ones, and those that it refuses."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from amp_mp import _C
 from amp_mp.callers import is_inside_zero_redundancy
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group
 from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusable
-
-
-class ParamInfo(NamedTuple):
-    """Where a parameter is in its optimizer."""
-
-    group: int
-    tensor_index: int  # among all parameters
-    label: str  # for messages
-
-
-def param_infos(groups: list[Group]) -> Iterator[tuple[Tensor, ParamInfo]]:
-    """Every parameter with its place, in order."""
-    index = 0
-    for number, group in enumerate(groups):
-        for param, label in labelled(group, number):
-            yield param, ParamInfo(number, index, label)
-            index += 1
-
-
-def labelled(group: Group, number: int) -> Iterator[tuple[Tensor, str]]:
-    """The parameters of a group, each with what messages call it; number: the group's place."""
-    for position, param in enumerate(_C.params_of(group)):
-        yield param, _C.param_label(group, number, position)
 
 
 def drop_repeats(group: Group) -> None:

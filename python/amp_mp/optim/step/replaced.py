@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.messages import warn
-from amp_mp.optim.step.params import ParamInfo
+from amp_mp.param_groups import ParamInfo
 
 # Parameters of prepared modules that load_state_dict(assign=True) has replaced.
 assigned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()

@@ -17,8 +17,9 @@ from amp_mp.optim.state.edit_blocks import MasterBlocks
 from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
 from amp_mp.optim.step.overflow_report import describe_nonfinite
-from amp_mp.optim.step.params import labelled, param_infos, refuse_sphere
+from amp_mp.optim.step.params import refuse_sphere
 from amp_mp.optim.step.replaced import ReplacedCheck
+from amp_mp.param_groups import labelled, param_infos, params_in
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding.reduction import WholeStatistics
@@ -135,6 +136,7 @@ class Stepper:
         self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters = MasterBlocks()
+        self.checked: Any = None  # states that the next load_state_dict needs not check
         self.hooks = Hooks(self._optimizer, own_keys)
         self.native = _C.Stepper(self.hooks)
         self._watch = OverflowWatch()
@@ -165,7 +167,7 @@ class Stepper:
         """kept: whether zero_grad has written zeros into gradients that it was to drop."""
         for hook in self._kept:
             hook.remove()
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        params = params_in(self.optimizer.param_groups)
         if kept and not torch.cuda.is_current_stream_capturing():
             self._kept = [drop_in_a_capture(p) for p in params if p.requires_grad]
 
