@@ -1,5 +1,5 @@
 #pragma once
-// What the files add to the Python module: each binds what it defines.
+// The functions that add to the Python module; each file binds what it defines.
 #include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
@@ -14,7 +14,7 @@ void bind_larc(py::module_& m);
 void bind_main_grad(py::module_& m);
 void bind_nested_backward(py::module_& m);
 void bind_step(py::module_& m);     // statistics, loss scales, reports
-void bind_stepper(py::module_& m);  // the door above them
+void bind_stepper(py::module_& m);  // the whole step
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
 void bind_low_bits(py::module_& m);

@@ -337,11 +337,16 @@ class LowBits:
     """The bits that rounding cut off from a weight: csrc/torch/state/low_bits.h."""
 
     is_prepared: bool
-    is_lost: bool
-    is_taken: bool
-    is_rounded: bool
-    tensors: list[Tensor]
-    entry: str
+    @property
+    def is_lost(self) -> bool: ...
+    @property
+    def is_taken(self) -> bool: ...
+    @property
+    def is_rounded(self) -> bool: ...
+    @property
+    def tensors(self) -> list[Tensor]: ...
+    @property
+    def entry(self) -> str: ...
     def keep(self, param: Tensor, values: Tensor) -> None: ...
     def values(self, param: Tensor, goes_on: bool = False) -> Tensor | None: ...
     def is_still(self, param: Tensor) -> bool: ...
@@ -363,9 +368,12 @@ def make_low_bits(param: Tensor, owner: Any = None) -> LowBits:
 class WeightChanges:
     """Notes of which of a parameter's weights change: csrc/torch/state/weight_changes.h."""
 
-    memory: Tensor  # int64: the sum, then the bits
-    dtype: torch.dtype
     def __init__(self, param: Tensor, dtype: torch.dtype) -> None: ...
+    @property
+    def memory(self) -> Tensor:
+        """int64: the sum, then the bits."""
+    @property
+    def dtype(self) -> torch.dtype: ...
     def fits(self, param: Tensor) -> bool: ...
     def places(self) -> Tensor:
         """Where bits are set, int64, ascending, in the order of the weights' memory."""

@@ -1,7 +1,7 @@
 #pragma once
-// The functions of the Python package that native code calls, for what is rare: DTensors,
-// parameters that are refused, values that `prepare` has kept. amp_mp/python_functions.py binds
-// them.
+// The functions of the Python package that native code calls, in rare cases: for DTensors, for
+// parameters that it refuses, and for values that `prepare` has kept. amp_mp/python_functions.py
+// binds them.
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>

@@ -51,7 +51,7 @@ int64_t count_of(at::IntArrayRef sizes) {
   return count;
 }
 
-// What takes the place of a format of groups where these do not fit.
+// The format that replaces a format of groups if groups do not fit.
 Format without_groups(Format format) {
   return kFormats[int(format)].is(kForMoment) ? Format::bfloat16 : Format::ue8m8;
 }
@@ -180,7 +180,7 @@ ArrayTensors converted(py::handle param, Format declared, const ArrayTensors& gi
   const auto& [data, format, scales] = given;
   const at::Tensor local = local_of(param);
   const Format wanted = format_beside(declared, param);
-  // Groups are of neighbours in memory, so another layout has other groups.
+  // The elements of a group are neighbours in memory, so another layout has other groups.
   const bool keeps_groups = !scales.defined() || same_layout(data, local);
   const bool is_wanted = format == wanted && keeps_groups;
   const bool copies = is_wanted || !scales.defined();
