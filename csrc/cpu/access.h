@@ -42,18 +42,6 @@ struct Low {  // a state of one stochastic 16-bit array
 using LowMoment = Low<Format::bfloat16_stochastic>;
 using LowSquare = Low<Format::ue8m8>;
 
-// std::conditional_t; loops.cpp must not include std headers.
-template <bool B, class A, class C>
-struct Choice {
-  using type = A;
-};
-template <class A, class C>
-struct Choice<false, A, C> {
-  using type = C;
-};
-template <bool B, class A, class C>
-using choose = typename Choice<B, A, C>::type;
-
 // n elements from `at` on as float32: in place if the array is float32, else decoded into `tile`.
 AMP_MP_BOTH float* open_tile(Array from, int64_t at, float* tile, int n) {
   if (from.format == Format::float32) return static_cast<float*>(from.data) + at;
@@ -63,12 +51,13 @@ AMP_MP_BOTH float* open_tile(Array from, int64_t at, float* tile, int n) {
 
 template <class Access>
 AMP_MP_BOTH Access open(Array array, int64_t at, float* tile, int n) {
-  if constexpr (__is_same(Access, Nothing)) {
+  if constexpr (std::is_same_v<Access, Nothing>) {
     return {};
-  } else if constexpr (__is_same(Access, Floats)) {
+  } else if constexpr (std::is_same_v<Access, Floats>) {
     return {open_tile(array, at, tile, n)};
   } else if constexpr (requires(Access a) { a.rest; }) {
-    constexpr bool is_whole = __is_same(Access, Joined<WholeMaster>);  // the weight comes second
+    constexpr bool is_whole =
+        std::is_same_v<Access, Joined<WholeMaster>>;  // the weight comes second
     Access a = {};
     a.high = at_element<bfloat16>(is_whole ? array.rest : array.data, at);
     a.rest = static_cast<decltype(a.rest)>(is_whole ? array.data : array.rest) + at;
@@ -84,7 +73,7 @@ AMP_MP_BOTH Access open(Array array, int64_t at, float* tile, int n) {
 template <class Access>
 AMP_MP_BOTH void close(const Access& access, Array array, int64_t at, float* tile, float* spare,
                        const uint8_t* random, int n) {
-  if constexpr (__is_same(Access, Floats)) {
+  if constexpr (std::is_same_v<Access, Floats>) {
     if (access.at == tile) store_tile(tile, array, at, spare, random, n);
   }
 }

@@ -76,7 +76,7 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
     const S2 s2 = open<S2>(slot.state[2], i, state[2], n);
     const uint8_t* random = Random ? bytes.of(i, n) : nullptr;
     update<Rule, Random>(rule, multiplier, g, w, s0, s1, s2, random, n);
-    if constexpr (__is_same(W, Floats)) {
+    if constexpr (std::is_same_v<W, Floats>) {
       if (slot.copy.data) store_tile(w.at, slot.copy, i, tile, nullptr, n);
     }
     close(w, slot.master, i, master, tile, draw_weights ? weight_bytes.of(i, n) : nullptr, n);
@@ -94,8 +94,8 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
 template <class Rule, Format F0, Format F1>
 AMP_MP_BOTH void apply_one(const Slot& slot, int64_t at, const Rule& rule, float multiplier,
                            uint8_t random) {
-  using S0 = choose<(state_count<Rule> > 0), Low<F0>, Nothing>;
-  using S1 = choose<(state_count<Rule> > 1), Low<F1>, Nothing>;
+  using S0 = std::conditional_t<(state_count<Rule> > 0), Low<F0>, Nothing>;
+  using S1 = std::conditional_t<(state_count<Rule> > 1), Low<F1>, Nothing>;
   update<Rule, true>(rule, multiplier, open<LowGrad>(slot.grad, at, nullptr, 1),
                      open<Joined<Split24>>(slot.master, at, nullptr, 1),
                      open<S0>(slot.state[0], at, nullptr, 1),
@@ -167,9 +167,9 @@ AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
 template <class Rule>
 AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
                            float multiplier, uint64_t seed) {
-  using Floats0 = choose<(state_count<Rule> > 0), Floats, Nothing>;
-  using Floats1 = choose<(state_count<Rule> > 1), Floats, Nothing>;
-  using Floats2 = choose<(state_count<Rule> > 2), Floats, Nothing>;
+  using Floats0 = std::conditional_t<(state_count<Rule> > 0), Floats, Nothing>;
+  using Floats1 = std::conditional_t<(state_count<Rule> > 1), Floats, Nothing>;
+  using Floats2 = std::conditional_t<(state_count<Rule> > 2), Floats, Nothing>;
   const bool random = draws<Rule>(slot);
   if (slot.origin.row_length > 0 && (random || is_stochastic(slot.master.format)))
     return apply_as<Rule, true, RowBytes, Floats, Floats, Floats0, Floats1, Floats2>(
@@ -190,9 +190,9 @@ AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const R
     run.template operator()<Random, Floats, W, S0, S1>();
   };
   if constexpr (!is_layerwise<Rule>) {  // these are rare: tiles only
-    using Low0 =
-        choose<(state_count<Rule> == 0), Nothing, choose<is_square<Rule, 0>, LowSquare, LowMoment>>;
-    using Low1 = choose<(state_count<Rule> < 2), Nothing, LowSquare>;
+    using Low0 = std::conditional_t<(state_count<Rule> == 0), Nothing,
+                                    std::conditional_t<is_square<Rule, 0>, LowSquare, LowMoment>>;
+    using Low1 = std::conditional_t<(state_count<Rule> < 2), Nothing, LowSquare>;
     const bool is_low1 = state_count<Rule> < 2 || slot.state[1].format == LowSquare::kFormat;
     if (slot.master.format == Format::bfloat16_split32 && !random)
       return run_fused.template operator()<false, Joined<Split32>, Floats0, Floats1>();

@@ -14,7 +14,7 @@ template <class To, class From>
 AMP_MP_OWN void average_as(const Transfer& t, int64_t begin, int64_t end, Averaging averaging) {
   alignas(64) float old[kTile], x[kTile];
   // Without a tile the loop is long, and its constants are loaded once.
-  constexpr bool has_tile = __is_same(To, Floats) || __is_same(From, Floats);
+  constexpr bool has_tile = std::is_same_v<To, Floats> || std::is_same_v<From, Floats>;
   constexpr int64_t kPiece = has_tile ? kTile : 1 << 20;
   for (int64_t i = begin; i < end; i += kPiece) {
     const int n = int(end - i < kPiece ? end - i : kPiece);

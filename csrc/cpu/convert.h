@@ -1,5 +1,7 @@
 #pragma once
 // Tiles of an array of any format to float32 and back.
+#include <type_traits>
+
 #include "cpu/tiles.h"
 
 namespace amp_mp::cpu {
@@ -20,7 +22,7 @@ AMP_MP_BOTH void decode_as(const Array& from, int64_t at, float* __restrict to, 
   using Data = typename Elements<F>::Data;
   using Rest = typename Elements<F>::Rest;
   const Data* data = at_element<Data>(from.data, at);
-  if constexpr (has<F>(kSplit) && __is_same(Data, float)) {
+  if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
     join_tile<WholeMaster>(at_element<Rest>(from.rest, at), data, to, n);
   } else if constexpr (has<F>(kSplit)) {
     join_tile<SplitOf<Rest>>(data, at_element<Rest>(from.rest, at), to, n);
@@ -37,7 +39,7 @@ AMP_MP_BOTH void encode_as(const float* __restrict from, const Array& to, int64_
   using Data = typename Elements<F>::Data;
   using Rest = typename Elements<F>::Rest;
   Data* data = at_element<Data>(to.data, at);
-  if constexpr (has<F>(kSplit) && __is_same(Data, float)) {
+  if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
     split_tile<WholeMaster>(from, at_element<Rest>(to.rest, at), data, n);
   } else if constexpr (has<F>(kSplit)) {
     split_tile<SplitOf<Rest>>(from, data, at_element<Rest>(to.rest, at), n);

@@ -2,8 +2,9 @@
 // name, the compiler's flags say which instructions it may use. Plain loops that the compiler
 // vectorises.
 //
-// No std headers, and every inline function is always_inline: an out-of-line copy would be a weak
-// symbol, and the linker could keep the AVX-512 copy for all instruction sets.
+// No functions of std (<type_traits> has none), and every inline function is always_inline: an
+// out-of-line copy would be a weak symbol, and the linker could keep the AVX-512 copy for all
+// instruction sets.
 #include "cpu/average.h"
 #include "cpu/kernels.h"
 #include "cpu/measure.h"

@@ -2,6 +2,8 @@
 // Tiles of a matrix product: weights in low precision are converted in registers, each once for all
 // rows of a tile, and the sums are float32. A tile's size never changes the order in which one sum
 // is added up, so a row of the result does not depend on the rows beside it.
+#include <type_traits>
+
 #include "cpu/random.h"
 
 namespace amp_mp::cpu {
@@ -65,8 +67,8 @@ AMP_MP_BOTH void unpack(const float16* from, Lane& first, Lane& second) {
   second = widen_lane(from + kLanes);
 }
 
-// The last kPack numbers of a row of `depth`, of which those that earlier packs have are 0. A copy
-// of what is left would be so many bytes, for which reading the pack would wait.
+// The last kPack numbers of a row of `depth`; those that an earlier pack has are 0. Copying the
+// rest of the row alone would be byte by byte, and reading the pack would wait for all the bytes.
 template <class Low>
 AMP_MP_BOTH void last_pack(const Low* row, int depth, Low (&to)[kPack]) {
   uint16_t kept[2 * kPack];
@@ -120,8 +122,8 @@ AMP_MP_BOTH void order_pack(const float* from, Lane& first, Lane& second) {
   const Lane a = load_lane(from), b = load_lane(from + kLanes);
   Order even;
   for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
-  first = __is_same(Low, bfloat16) ? choose(a, b, even) : a;
-  second = __is_same(Low, bfloat16) ? choose(a, b, even + 1) : b;
+  first = std::is_same_v<Low, bfloat16> ? choose(a, b, even) : a;
+  second = std::is_same_v<Low, bfloat16> ? choose(a, b, even + 1) : b;
 }
 
 // Groups of `Group` lanes of a and b are halved: the first halves plus the second ones, a's before
@@ -159,8 +161,9 @@ AMP_MP_BOTH void add_up(const Lane (&x)[Rows][kTileColumns], float* sums) {
     for (int c = 0; c < Columns; ++c) sums[r * kPanel + c] += all[r * kTileColumns + c];
 }
 
-// sums[r][c] += x[r] . weights[c] over `depth`. x is in the order of `unpack`; what is left of it
-// behind whole packs is at the end of a pack. Before weights + depth there are kPack numbers.
+// sums[r][c] += x[r] . weights[c] over `depth`. x is in the order of `unpack`; its numbers after
+// the last whole pack are at the end of one more pack. Before weights + depth there are kPack
+// numbers.
 template <class Low, int Rows, int Columns>
 AMP_MP_BOTH void dots(const float* x, const Low* weights, int64_t row, int depth, float* sums) {
   Lane sum[Rows][kTileColumns] = {};

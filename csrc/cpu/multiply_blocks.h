@@ -73,7 +73,7 @@ AMP_MP_OWN void convert_b(const Product& p, bool dense_columns, int64_t column, 
     return;
   }
   // Every second column from the first one on and from the second one on, or halves of the columns.
-  constexpr bool kPairs = __is_same(Low, bfloat16);
+  constexpr bool kPairs = std::is_same_v<Low, bfloat16>;
   constexpr int kStep = kPairs ? 2 : 1;
   for (int c = 0; c < columns; c += kPack, to += kSliver)
     for (int half = 0; half < 2; ++half) {

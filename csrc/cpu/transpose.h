@@ -22,7 +22,7 @@ AMP_MP_BOTH void transpose(Lane (&x)[kLanes]) {
 
 // Numbers of a line that are transposed together: bfloat16 in pairs, which are words.
 template <class Low>
-constexpr int kTogether = __is_same(Low, bfloat16) ? kPack : kLanes;
+constexpr int kTogether = std::is_same_v<Low, bfloat16> ? kPack : kLanes;
 
 // kTogether numbers of each of kLanes lines: number j of all of them goes to row j of `to`.
 AMP_MP_BOTH void transpose_lines(const bfloat16* const (&lines)[kLanes], int from, float* to,
@@ -85,7 +85,7 @@ AMP_MP_OWN void widen_transposed_as(const Transposed& t) {
 // Row number i of the first register or the second, as `pack` wants them.
 template <class Low>
 constexpr int packed_row(int i, int half) {
-  return __is_same(Low, bfloat16) ? 2 * i + half : i + half * kLanes;
+  return std::is_same_v<Low, bfloat16> ? 2 * i + half : i + half * kLanes;
 }
 
 // `length` <= kPositions numbers, `row` apart.

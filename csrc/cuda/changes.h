@@ -12,7 +12,7 @@ static_assert(32 * kPack == kChangesTile);
 // two.
 __device__ __forceinline__ uint32_t compared_two(float low, float high, Format as) {
   if (as == Format::bfloat16) return upper_halves(round_bfloat16(low), round_bfloat16(high));
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800  // 7.5 has no such instruction
   uint32_t two;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
   return two;

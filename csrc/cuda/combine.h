@@ -1,6 +1,6 @@
 #pragma once
-// Adds the sums of spans that a measuring kernel has left, to sums of tensors and of the list, in
-// the order of core/reduce.h: each thread is one of its 256 lanes.
+// Adds up the sums of spans that a measuring kernel has written: to sums of tensors and of the
+// list, in the order of core/reduce.h. Each thread is one of its 256 lanes.
 #include "cuda/pack8.h"
 #include "cuda/passes.h"
 

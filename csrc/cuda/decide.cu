@@ -1,8 +1,8 @@
 // The decisions of a step, made where the tensors are: the host never waits for them.
 //
-// decide_step runs in every step: it adds the sums that measuring has left, decides, and makes each
-// slot's rule. The last thread block to have added its tensors does the rest. The two small kernels
-// below it serve callers that decide without an update.
+// decide_step runs in every step: it adds up the sums that measuring has written, decides, and
+// makes each slot's rule. The last thread block to have added its tensors does the rest. The two
+// small kernels below it serve callers that decide without an update.
 #include "cuda/combine.h"
 #include "cuda/deciding.h"
 #include "cuda/made_rules.h"

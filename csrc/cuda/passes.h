@@ -10,9 +10,9 @@ namespace amp_mp::cuda {
 // Whether these are the kernels, or what absent.cpp has in their place.
 bool is_built();
 
-// Sums that measuring has left per span; they are still to be added up to sums per tensor.
+// Sums of spans that measuring has written, and that no kernel has added up to sums of tensors yet.
 struct SpanSums {
-  Statistics* spans = nullptr;    // of all tensors; null if there is nothing left to add
+  Statistics* spans = nullptr;    // of all tensors; null if there is nothing to add
   int64_t* first_span = nullptr;  // count + 1: index of each tensor's first span
   unsigned* ticket = nullptr;     // counts finished thread blocks; 0 after measuring
   Statistics* tensors = nullptr;  // output, count + 1, the last is the total; null for no list

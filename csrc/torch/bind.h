@@ -1,24 +1,26 @@
 #pragma once
-// What the files add to the Python module: each binds what it defines.
+// The functions that add to the Python module; each file binds what it defines.
 #include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
 
 namespace amp_mp {
 
+void bind_python_functions(py::module_& m);
 void bind_tables(py::module_& m);
 void bind_average(py::module_& m);
 void bind_qk_clip(py::module_& m);
+void bind_larc(py::module_& m);
 void bind_main_grad(py::module_& m);
 void bind_nested_backward(py::module_& m);
 void bind_step(py::module_& m);     // statistics, loss scales, reports
-void bind_stepper(py::module_& m);  // the door above them
+void bind_stepper(py::module_& m);  // the whole step
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
 void bind_low_bits(py::module_& m);
 void bind_weight_changes(py::module_& m);
 void bind_restore(py::module_& m);
-void bind_edited_masters(py::module_& m);
+void bind_edit_block(py::module_& m);
 namespace muon {
 void bind(py::module_& m);
 }

@@ -40,6 +40,7 @@ PYBIND11_MODULE(_C, m) {
         "amp_mp: AMP_MP_CPU must be baseline, avx2 or avx512 and supported by this processor; "
         "unset it to let amp_mp choose");
   m.def("build_info", build_info);
+  bind_python_functions(m);
   bind_tables(m);
   m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
 
@@ -47,8 +48,9 @@ PYBIND11_MODULE(_C, m) {
   muon::bind(m);
   bind_stepper(m);
   bind_state(m);
-  bind_edited_masters(m);
+  bind_edit_block(m);
   bind_qk_clip(m);
+  bind_larc(m);
   apex::bind_amp_c(m);
   m.def(
       "measure",

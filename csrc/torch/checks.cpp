@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <sstream>
 
+#include "cuda/passes.h"
+
 namespace amp_mp {
 
 std::string Label::text() const {
@@ -33,6 +35,15 @@ bool has_memory(const at::Tensor& t) {
   return !t._is_zerotensor() &&
          t.storage().nbytes() >=
              at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size(), offset);
+}
+
+bool is_native_gradient(const at::Tensor& grad, const at::Device& device) {
+  const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
+  return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
+         grad.device() == device &&
+         (is_low(grad.scalar_type()) || grad.scalar_type() == at::kFloat) &&
+         grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
+         !grad.is_inference();
 }
 
 at::Tensor doubles_on_host(const at::Tensor& t) {

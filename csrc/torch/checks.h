@@ -33,6 +33,9 @@ bool is_subclass(const at::Tensor& t);
 // storage that was made smaller (FSDP frees parameters so).
 bool has_memory(const at::Tensor& t);
 
+// Whether the passes can read and write the gradient in place, on this device.
+bool is_native_gradient(const at::Tensor& grad, const at::Device& device);
+
 // A tensor's numbers on the host, float64 and contiguous; waits for its device. ValueError where it
 // has no memory for them.
 at::Tensor doubles_on_host(const at::Tensor& t);

@@ -35,7 +35,7 @@ bool is_python_function(const Node& node) {
 }
 
 // The classes of the Python functions in the graph of the backward pass that this thread works for.
-py::set python_functions() {
+py::set autograd_functions() {
   py::set kinds;
   if (const GraphTask* pass = current_pass())
     for (const Node* node : pass->nodes_in_graph_) {
@@ -53,7 +53,7 @@ void bind_nested_backward(py::module_& m) {
     const GraphTask* pass = current_pass();
     return pass && pass->reentrant_depth_ > 0;
   });
-  m.def("python_functions", &python_functions);
+  m.def("autograd_functions", &autograd_functions);
 }
 
 }  // namespace amp_mp

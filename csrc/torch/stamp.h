@@ -1,6 +1,6 @@
 #pragma once
-// Whether a tensor was written since one looked. Writes through `.data`, NumPy and DLPack advance
-// no version counter, and nobody sees them.
+// Whether a tensor was written after the stamp was made. Writes through `.data`, NumPy and DLPack
+// advance no version counter, and a stamp does not see them.
 #include <ATen/core/Tensor.h>
 
 namespace amp_mp {

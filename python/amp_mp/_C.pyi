@@ -13,6 +13,23 @@ Tensors = Sequence[Tensor | None]
 def build_info() -> dict[str, Any]:
     """What this library was built for: torch, CUDA, instruction set in use, compiler."""
 
+def bind_python(
+    *,
+    is_dtensor: Callable[[Any], bool],
+    like: Callable[[Tensor, Any, tuple[int, ...] | None], Tensor],
+    whole: Callable[[Tensor], Tensor],
+    part: Callable[[Tensor, Tensor], Tensor],
+    part_of_whole: Callable[[Tensor, Tensor], Tensor],
+    is_placed_as: Callable[[Tensor, Tensor], bool],
+    shards_of: Callable[[Any], tuple[int, ...]],
+    origin_of: Callable[[Any], tuple[int, int, int]],
+    why_foreign: Callable[[Any], str],
+    local_gradient: Callable[[Any, str], Tensor | None],
+    refuse_param: Callable[[Tensor, str], None],
+    refuse_lost: Callable[[Tensor], None],
+) -> None:
+    """The functions that native code calls, once: csrc/torch/python/functions.h."""
+
 class FormatEntry(TypedDict):
     """One line of csrc/core/format_list.h."""
 
@@ -252,7 +269,7 @@ def larc_(
     scale: Tensor | float | None,
     keeps: bool,
 ) -> Tensor | None:
-    """LARC's gradients, in place, and the scale that they keep: csrc/torch/apex/larc.cpp."""
+    """LARC's gradients, in place, and the scale that they keep: csrc/torch/larc.cpp."""
 
 def qk_clip_factors(
     max_logits: Tensor,
@@ -320,11 +337,16 @@ class LowBits:
     """The bits that rounding cut off from a weight: csrc/torch/state/low_bits.h."""
 
     is_prepared: bool
-    is_lost: bool
-    is_taken: bool
-    is_rounded: bool
-    tensors: list[Tensor]
-    entry: str
+    @property
+    def is_lost(self) -> bool: ...
+    @property
+    def is_taken(self) -> bool: ...
+    @property
+    def is_rounded(self) -> bool: ...
+    @property
+    def tensors(self) -> list[Tensor]: ...
+    @property
+    def entry(self) -> str: ...
     def keep(self, param: Tensor, values: Tensor) -> None: ...
     def values(self, param: Tensor, goes_on: bool = False) -> Tensor | None: ...
     def is_still(self, param: Tensor) -> bool: ...
@@ -346,9 +368,12 @@ def make_low_bits(param: Tensor, owner: Any = None) -> LowBits:
 class WeightChanges:
     """Notes of which of a parameter's weights change: csrc/torch/state/weight_changes.h."""
 
-    memory: Tensor  # int64: the sum, then the bits
-    dtype: torch.dtype
     def __init__(self, param: Tensor, dtype: torch.dtype) -> None: ...
+    @property
+    def memory(self) -> Tensor:
+        """int64: the sum, then the bits."""
+    @property
+    def dtype(self) -> torch.dtype: ...
     def fits(self, param: Tensor) -> bool: ...
     def places(self) -> Tensor:
         """Where bits are set, int64, ascending, in the order of the weights' memory."""
@@ -410,14 +435,14 @@ def accumulates(leaf: Tensor) -> bool | None:
 def is_nested_backward() -> bool:
     """Whether this thread works for a backward pass that runs inside of another."""
 
-def python_functions() -> set[type]:
+def autograd_functions() -> set[type]:
     """The classes of the torch.autograd.Functions in the graph of the backward pass under way."""
 
 Groups = list[dict[str, Any]]
 States = MutableMapping[Tensor, dict[str, Any]]
 
-class EditedMasters:
-    """Masters in a block that edits them: csrc/torch/state/edited_masters.h."""
+class EditBlock:
+    """A block of `optimizer.masters`, which edits masters: csrc/torch/state/edit_block.h."""
 
     def __init__(
         self,
@@ -425,7 +450,7 @@ class EditedMasters:
         groups: Groups,
         states: States,
         params: list[tuple[str, Any]],
-        open: list[EditedMasters],
+        open: list[EditBlock],
     ) -> None:
         """params: each with its name for messages. open: the blocks that have not ended."""
 
@@ -485,7 +510,7 @@ class Measured:
 Skipped = tuple[int, int, float, float, bool]
 
 class StepInputs:
-    """What a step is given besides param_groups and state: csrc/torch/step/stepper.h."""
+    """What a loss scaler passes to a step: csrc/torch/step/stepper.h."""
 
     def __init__(
         self,
@@ -494,29 +519,28 @@ class StepInputs:
         *,
         measure: bool = False,
         from_stock: bool = False,
-        keeps: bool = False,
-    ) -> None:
-        """What a loss scaler passes."""
+    ) -> None: ...
 
     scale: Tensor | float | None
     measured: Measured | None
     max_norm: float | None
     scale_update: ScaleUpdate | None
-    @property
-    def scale_updated(self) -> bool:
-        """Whether the step has applied scale_update."""
 
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients carry the scale after the step, too."""
+class StepOptions:
+    """What an optimizer's own arguments ask of every step.
 
-    used: bool  # by a step, where a scaled loss has left it
-    # What the optimizer asks of every step. norm_limit: skip above this norm, 0 for none. spike:
-    # sigmas and window of a NormSpike, 0 for none.
-    checks: bool
-    own_max_norm: float | None
-    norm_limit: float
-    spike: tuple[float, float]
+    checks: whether it needs statistics of the gradients. norm_limit: skip steps above this norm,
+    0 for none. spike: sigmas and window of a NormSpike, 0 for none.
+    """
+
+    def __init__(
+        self,
+        *,
+        checks: bool = False,
+        max_norm: float | None = None,
+        norm_limit: float = 0.0,
+        spike: tuple[float, float] = (0.0, 0.0),
+    ) -> None: ...
 
 class StepLog:
     """The decisions of an optimizer's steps: csrc/torch/step/stepper.h."""
@@ -527,6 +551,9 @@ class StepLog:
     @property
     def verdict(self) -> Tensor | None:
         """The last step's: found_inf (2 for a spike), multiplier, norm, max_abs, scale."""
+    @property
+    def scale_updated(self) -> bool:
+        """Whether the last step has moved the loss scale by its inputs' scale_update."""
     @property
     def reports(self) -> StepReports | None: ...
     def decide(
@@ -558,6 +585,7 @@ class Stepper:
         groups: Groups,
         states: States,
         inputs: StepInputs,
+        options: StepOptions,
         read: Callable[[Bucket], Measurement] | None = None,
     ) -> Skipped | None:
         """One step; returns what `log.skipped` does. read: reads a bucket's gradients for it."""

@@ -50,6 +50,7 @@ def _choose_binding() -> None:
 
 _choose_binding()
 
+import amp_mp.python_functions  # noqa: F401 (binds what native code calls)
 from amp_mp import casting, checkpoint, formats, nn, optim, scaling
 from amp_mp.casting.autocast import autocast
 from amp_mp.casting.op_table import explain, policies, set_policy

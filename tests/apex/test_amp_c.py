@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from helpers import DTYPES, PRETEND_GPU
 from tiers import paired
 from torch import Tensor, nn
 
-import amp_mp
 from amp_mp.apex import amp_C
 from amp_mp.apex.contrib.clip_grad import clip_grad_norm_
 from amp_mp.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
@@ -384,26 +381,9 @@ def test_a_scale_under_hysteresis_has_no_bounds(device: str, growth_factor: floa
     assert seen == [16.0, grown, 0.0, 0.0]
 
 
-STUB = Path(amp_mp.__file__).parent / "apex/amp_C.pyi"
-ARGUMENTS = {
-    node.name: [argument.arg for argument in node.args.args]
-    for node in ast.parse(STUB.read_text()).body
-    if isinstance(node, ast.FunctionDef)
-}
-
-
-def test_the_stub_has_every_function() -> None:
-    assert set(ARGUMENTS) == set(amp_C.__all__) == {n for n in dir(amp_C) if n[0] != "_"}
-
-
-@pytest.mark.parametrize("name", sorted(ARGUMENTS))
-def test_the_stub_has_the_native_names_of_arguments(name: str) -> None:
-    """And each function says more than its signature."""
-    signature, _, text = inspect.getdoc(getattr(amp_C, name)).partition("\n")
-    tree = ast.parse(f"def {signature}: ...").body[0]
-    assert isinstance(tree, ast.FunctionDef)
-    assert [argument.arg for argument in tree.args.args] == ARGUMENTS[name]
-    assert len(text.strip()) > 40
+@pytest.mark.parametrize("name", amp_C.__all__)
+def test_each_function_says_more_than_its_signature(name: str) -> None:
+    assert len(inspect.getdoc(getattr(amp_C, name)).partition("\n")[2].strip()) > 40
 
 
 ONE, WIDE = torch.ones(2), torch.ones(2, dtype=torch.float64)

@@ -42,7 +42,7 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
     _, rules, optimizer_groups, states = fuzz.optimizer()
 
     def edit(**given: Any) -> None:
-        block = _C.EditedMasters(**given)
+        block = _C.EditBlock(**given)
         for master in block.masters if isinstance(block.masters, list) else [block.masters]:
             master.mul_(2.0)
         block.store()

@@ -267,13 +267,18 @@ class Fuzz:
         asked = {
             "max_norm": self.maybe(1.0),
             "scale_update": self.maybe(self.scale_update()),
-            "norm_limit": self.maybe(1.0),
-            "spike": self.maybe((6.0, 16.0)),
         }
         asked = self.changed(asked)
         for name, value in asked.items():
             setattr(inputs, name, value)
-        stepper.step(**self.changed(arguments | {"inputs": inputs}))
+        options = {
+            "checks": True,
+            "max_norm": self.maybe(1.0),
+            "norm_limit": self.maybe(1.0),
+            "spike": self.maybe((6.0, 16.0)),
+        }
+        given = {"inputs": inputs, "options": _C.StepOptions(**self.changed(options))}
+        stepper.step(**self.changed(arguments | given))
         stepper.log.newest(True)
 
     def plain_call(self) -> Call:

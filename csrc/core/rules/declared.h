@@ -65,6 +65,7 @@ using States = Declared<RuleState, kMaxStates>;  // in the order of the rule's a
 using Numbers = Declared<Number, 16>;
 
 constexpr Number kBeta1 = {"betas[0]", "beta1"}, kBeta2 = {"betas[1]", "beta2"};
+// By hand: std::string_view would bring functions of std into cpu/loops.cpp, which must have none.
 constexpr bool same_text(const char* a, const char* b) {
   for (; *a && *a == *b; ++a) ++b;
   return *a == *b;

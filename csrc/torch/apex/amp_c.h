@@ -3,7 +3,6 @@
 // Everything that takes a Python object needs the GIL, and waits for the passes without it.
 #include <initializer_list>
 #include <utility>
-#include <variant>
 
 #include "torch/python/unpack.h"
 #include "torch/step/step.h"
@@ -11,14 +10,10 @@
 namespace amp_mp::apex {
 
 using TensorLists = std::vector<Tensors>;
-using Number = std::variant<at::Tensor, double>;  // a tensor of one element, or one of the host's
 
 // ValueError unless there are as many lists as one of `counts` says, all with as many tensors of
 // equal shapes; TypeError where one holds something else.
 TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list<size_t> counts);
-
-// Whether the passes can read and write the gradient in place.
-bool is_native(const at::Tensor& grad, const at::Device& device);
 
 // A number of a struct of doubles that a tensor holds, by its offset in the struct.
 inline at::Tensor field(const at::Tensor& numbers, size_t offset) {
@@ -26,7 +21,6 @@ inline at::Tensor field(const at::Tensor& numbers, size_t offset) {
 }
 
 void bind_steps(py::module_& m);
-void bind_larc(py::module_& m);
 void bind_amp_c(py::module_& m);  // all of these
 
 }  // namespace amp_mp::apex

@@ -45,15 +45,6 @@ TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list
   return lists;
 }
 
-bool is_native(const at::Tensor& grad, const at::Device& device) {
-  const bool is_here = grad.is_cpu() || (grad.is_cuda() && cuda::is_built());
-  return !is_subclass(grad) && grad.layout() == at::kStrided && is_here &&
-         grad.device() == device &&
-         (is_low(grad.scalar_type()) || grad.scalar_type() == at::kFloat) &&
-         grad.is_non_overlapping_and_dense() && !grad.is_neg() && has_memory(grad) &&
-         !grad.is_inference();
-}
-
 namespace {
 
 // The tensors' Statistics where the flag is, which becomes 1 if an element is inf or NaN.
@@ -194,7 +185,7 @@ at::Tensor clip_grad_norm_(const py::sequence& parameters, double max_norm,
     if (!param.defined()) return {};
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) continue;
-    if (!is_native(grad, (grads.empty() ? grad : grads[0]).device())) return {};
+    if (!is_native_gradient(grad, (grads.empty() ? grad : grads[0]).device())) return {};
     grads.push_back(grad);
   }
   if (grads.empty()) return {};
@@ -221,7 +212,6 @@ tensors are skipped. ValueError where lists differ in length or shapes, before a
 
 void bind_amp_c(py::module_& m) {
   using py::arg;
-  bind_larc(m);
   m.def("clip_grad_norm_", &clip_grad_norm_, arg("parameters"), arg("max_norm"),
         arg("error_if_nonfinite"), kClip);
   py::module_ a = m.def_submodule("amp_C", kModule);

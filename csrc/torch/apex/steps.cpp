@@ -9,8 +9,8 @@
 namespace amp_mp::apex {
 namespace {
 
-HyperTensors make_numbers(const Number& lr, double weight_decay, double beta1 = 0, double beta2 = 0,
-                          double eps = 0) {
+HyperTensors make_numbers(const TensorOrNumber& lr, double weight_decay, double beta1 = 0,
+                          double beta2 = 0, double eps = 0) {
   HyperTensors numbers = {};
   if (const auto* tensor = std::get_if<at::Tensor>(&lr)) {
     numbers.lr = *tensor;
@@ -75,8 +75,8 @@ tensor_lists: gradients, parameters, exp_avg, exp_avg_sq. step: from 1. lr: a nu
 one float32 or float64. Gradients that are inf or NaN count as they are: noop_flag is not looked at.
 )";
 void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
-                       const Number& lr, double beta1, double beta2, double eps, int64_t step,
-                       int64_t mode, bool bias_correction, double weight_decay) {
+                       const TensorOrNumber& lr, double beta1, double beta2, double eps,
+                       int64_t step, int64_t mode, bool bias_correction, double weight_decay) {
   const TensorLists lists = unpack_lists(tensor_lists, {4});
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
@@ -96,7 +96,7 @@ constexpr const char* kAdagrad = R"(amp_mp.optim.Adagrad's step.
 tensor_lists: gradients, parameters, sum. mode: 0 for L2; in another the weight decay is decoupled.
 )";
 void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
-                          const Number& lr, double eps, int64_t mode, double weight_decay) {
+                          const TensorOrNumber& lr, double eps, int64_t mode, double weight_decay) {
   const TensorLists lists = unpack_lists(tensor_lists, {3});
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
@@ -115,10 +115,10 @@ decoupled. Gradients are multiplied by min(1, max_grad_norm / global_grad_norm),
 tensor of one element. use_nvlamb: adapt the rate also without weight decay.
 )";
 void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
-                       const Number& lr, double beta1, double beta2, double eps, int64_t step,
-                       bool bias_correction, double weight_decay, int64_t grad_averaging,
-                       int64_t mode, const Number& global_grad_norm, double max_grad_norm,
-                       bool use_nvlamb) {
+                       const TensorOrNumber& lr, double beta1, double beta2, double eps,
+                       int64_t step, bool bias_correction, double weight_decay,
+                       int64_t grad_averaging, int64_t mode, const TensorOrNumber& global_grad_norm,
+                       double max_grad_norm, bool use_nvlamb) {
   const TensorLists lists = unpack_lists(tensor_lists, {4});
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;
@@ -145,7 +145,7 @@ float32 [n], updated. moment_mode: 0 for reg_inside_moment, else 1. norm_type: 2
 another.
 )";
 void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tensor_lists,
-                           const at::Tensor& grad_norms, const Number& lr, double beta1,
+                           const at::Tensor& grad_norms, const TensorOrNumber& lr, double beta1,
                            double beta2, double eps, int64_t step, bool bias_correction,
                            double weight_decay, bool grad_averaging, int64_t moment_mode,
                            int64_t norm_type) {
@@ -173,8 +173,9 @@ and low-precision copies of the parameters or nothing. first_run: ignore what th
 wd_after_momentum: whether the weight decay is decoupled.
 )";
 void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& tensor_lists,
-                      double weight_decay, double momentum, double dampening, const Number& lr,
-                      bool nesterov, bool first_run, bool wd_after_momentum, double scale) {
+                      double weight_decay, double momentum, double dampening,
+                      const TensorOrNumber& lr, bool nesterov, bool first_run,
+                      bool wd_after_momentum, double scale) {
   const TensorLists lists = unpack_lists(tensor_lists, {3, 4});
   if (lists[1].empty()) return;
   const at::NoGradGuard no_grad;

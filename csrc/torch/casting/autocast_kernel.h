@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "torch/casting/product.h"
+#include "torch/casting/large_products.h"
 
 namespace amp_mp::casting {
 
@@ -22,7 +22,7 @@ enum class OpPolicy : int {
   set_output_dtype,        // arguments as they are, `dtype=` float32 unless given
   banned,                  // raises if an argument is low precision
   bfloat16_only,           // to the autocast dtype if that is bfloat16, else to float32
-  low_precision_if_large,  // matrix products on a CPU: in float32 where that is faster (product.h)
+  low_precision_if_large,  // products on a CPU: in float32 if that is faster (large_products.h)
 };
 
 // One operator on one device type. Never freed: kernels may still be running.

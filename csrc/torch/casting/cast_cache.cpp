@@ -21,7 +21,7 @@ bool is_cacheable(const at::Tensor& t, at::ScalarType dtype) {
          !at::caching::is_cached_tensor(t) && !is_capturing(t.device()) && !is_never_cached(t);
 }
 
-// Of a copy made now; none if it should not be cached.
+// How long a copy made now may live; none if it must not be cached.
 std::optional<Life> life_of_casts() {
   if (keeps_casts()) return Life::kept;
   if (open_regions() > 0) return Life::region;

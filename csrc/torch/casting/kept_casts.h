@@ -1,5 +1,5 @@
 #pragma once
-// Casts that are kept from step to step, for users who promise not to write weights through
+// Casts that are kept from step to step, for scripts that promise not to write weights through
 // `.data`. Our optimizers write them beside the weights, so that a training step casts no weight.
 //
 // torch's fused optimizers advance no version counter. So after every optimizer step only copies

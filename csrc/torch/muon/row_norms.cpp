@@ -70,7 +70,7 @@ void normalise_rows(at::Tensor rows, const RowNorms::Member& member, const at::T
   at::Tensor ratio = at::cat(ratios, 1).reshape({-1, 1});
   if (is_dtensor(member.param)) {
     const at::Tensor whole = ratio.view(tensor_of(member.moment).sizes());
-    ratio = part_of_whole(whole, member.param).reshape({-1, 1});
+    ratio = package().part_of_whole(whole, member.param).reshape({-1, 1});
   }
   rows.mul_(scale * ratio);
   moment.copy_(next);

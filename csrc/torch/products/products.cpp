@@ -16,7 +16,7 @@ struct Choice {
   double later;           // for is_large
 };
 
-// Made anew by each choice and never freed: other threads may read the one before.
+// Each choice makes a new one; the earlier ones are never freed, as other threads may read them.
 std::atomic<const Choice*> of_bfloat16{nullptr}, of_float16{nullptr};
 
 std::atomic<const Choice*>& chosen(at::ScalarType low) {
@@ -81,7 +81,7 @@ Choice choose_by(const Measured& m, const std::string& products) {
   // One answer for a matrix alone and in a batch: Muon's ranks rely on equal bits of both.
   found.small_by_loops = loops_pay(m.square) || loops_pay(m.batch);
   found.large_by_loops = loops_pay(m.tall);
-  // Of 4 rows the weights take longer to read than to multiply by either way.
+  // With 4 rows, reading the weights takes longer than multiplying, either way.
   found.fewest_native = m.few_rows.native <= least_in_float32(m.few_rows) ? 5 : kFewRows + 1;
   found.later = is_native_faster ? later_than_table(m) : 1;
   return found;

@@ -48,7 +48,7 @@ Measured measure(at::ScalarType low);
 // convolution, attention and recurrent layers with them.
 bool in_float32(at::ScalarType low);
 
-// Whether that of [m, k] and [k, n] is: after a choice of native the small ones are.
+// Whether the product of [m, k] and [k, n] is: small ones are even after a choice of native.
 bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
 // Whether the loops compute it, if it is in float32, rather than converted blocks.

@@ -2,10 +2,6 @@
 
 namespace amp_mp {
 
-py::object package(const char* module) {
-  return py::module_::import((std::string("amp_mp.") + module).c_str());
-}
-
 py::handle item_of(py::handle dict, py::handle key) {
   if (!PyDict_Check(dict.ptr()))
     throw py::type_error("amp_mp: a dict is needed, found " + repr_of(dict));
@@ -69,11 +65,7 @@ bool is_plain(py::handle object) {
   return type == THPVariableClass || type == ParameterClass;
 }
 
-bool is_dtensor(py::handle object) {
-  if (is_plain(object)) return false;
-  static const auto& asked = *new py::object(package("sharding.shards").attr("is_dtensor"));
-  return py::cast<bool>(asked(object));
-}
+bool is_dtensor(py::handle object) { return !is_plain(object) && package().is_dtensor(object); }
 
 bool is_tensor(py::handle object) { return object && THPVariable_Check(object.ptr()); }
 
@@ -86,25 +78,11 @@ at::Tensor local_of(py::handle tensor) {
 
 py::object like(const at::Tensor& local, py::handle param,
                 const std::optional<std::vector<int64_t>>& shape) {
-  const py::object plain = wrapped(local);
-  return is_dtensor(param) ? package("sharding.shards").attr("like")(plain, param, shape) : plain;
+  return is_dtensor(param) ? package().like(local, param, shape) : wrapped(local);
 }
 
 at::Tensor whole_of(py::handle value) {
-  if (is_plain(value)) return tensor_of(value).detach();
-  return py::cast<at::Tensor>(package("sharding.shards").attr("whole")(value));
-}
-
-at::Tensor part_of_whole(const at::Tensor& value, py::handle param) {
-  return py::cast<at::Tensor>(package("sharding.shards").attr("part_of_whole")(value, param));
-}
-
-bool is_placed_as(py::handle value, py::handle param) {
-  return py::cast<bool>(package("sharding.shards").attr("is_placed_as")(value, param));
-}
-
-std::vector<int64_t> shards_of(py::handle tensor) {
-  return py::cast<std::vector<int64_t>>(package("sharding.shards").attr("shards_of")(tensor));
+  return is_plain(value) ? tensor_of(value).detach() : package().whole(value);
 }
 
 int64_t count_sharded_modules() {

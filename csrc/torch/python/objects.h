@@ -9,16 +9,13 @@
 #include <vector>
 
 #include "torch/checks.h"
+#include "torch/python/functions.h"
 
 namespace py = pybind11;
 
 namespace amp_mp {
 
-// A module of the Python package, "sharding.shards", which the native code calls for what is rare:
-// DTensors, parameters that it refuses, and values that `prepare` has kept.
-py::object package(const char* module);
-
-// A new reference's owner; throws the Python error where there is none.
+// Owns a new reference; throws the Python error if it is null.
 inline py::object owned(PyObject* object) {
   if (!object) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(object);
@@ -28,12 +25,12 @@ inline py::object wrapped(const at::Tensor& t) { return owned(THPVariable_Wrap(t
 
 inline const at::Tensor& tensor_of(py::handle object) { return THPVariable_Unpack(object.ptr()); }
 
-// dict.get(key): null where it is absent or None. got: None instead, and with an owner.
+// dict.get(key), borrowed; null if it is absent or None. got: owned, None instead of null.
 py::handle item_of(py::handle dict, py::handle key);
 py::object got(py::handle dict, py::handle key);
 
-// A list or tuple as it is; of another sequence (nn.ParameterList), no tensor and no str, a list.
-// Null for anything else.
+// A list or tuple itself; a list of another sequence (nn.ParameterList). Null for anything else,
+// also for a tensor and a str.
 py::object fast_sequence(py::handle object);
 
 void set_item(py::handle dict, py::handle key, const py::object& value);
@@ -45,8 +42,8 @@ double number_in(py::handle object);
 // group[key], borrowed; KeyError where it is absent.
 py::handle number_of(py::handle group, py::handle key);
 
-// Whether a param_group's value is true, and one of several numbers in it. ValueError, by its key,
-// for a value that cannot say so, or holds no such number.
+// Whether a param_group's value is true; and one of several numbers in it. ValueError, with its
+// key, if bool(value) or value[index] raises.
 bool truth_of(py::handle value, py::handle key);
 py::object number_at(py::handle value, int64_t index, py::handle key);
 
@@ -58,16 +55,13 @@ bool is_tensor(py::handle object);
 // A DTensor's shard, any other tensor itself; TypeError for what is not a tensor.
 at::Tensor local_of(py::handle tensor);
 
-// This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: of
-// the whole tensor, by default the parameter's.
+// This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: the
+// whole tensor's, by default the parameter's.
 py::object like(const at::Tensor& local, py::handle param,
                 const std::optional<std::vector<int64_t>>& shape = {});
 
-// As in sharding/shards.py.
+// All of a tensor, as a plain one. All processes must ask for the same DTensors in turn.
 at::Tensor whole_of(py::handle value);
-at::Tensor part_of_whole(const at::Tensor& value, py::handle param);
-bool is_placed_as(py::handle value, py::handle param);
-std::vector<int64_t> shards_of(py::handle tensor);
 
 // How many modules of fully_shard there are.
 int64_t count_sharded_modules();

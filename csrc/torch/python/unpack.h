@@ -2,11 +2,17 @@
 // Python's lists and dicts as the operations take them.
 #include <torch/csrc/utils/pybind.h>
 
+#include <string>
+#include <variant>
+#include <vector>
+
 #include "torch/checks.h"
 
 namespace py = pybind11;
 
 namespace amp_mp {
+
+using TensorOrNumber = std::variant<at::Tensor, double>;  // of one element; of Python
 
 // A list of tensors, None for an undefined one. By hand: half the time of pybind11's own caster.
 // Raises TypeError naming the argument.

@@ -51,7 +51,7 @@ int64_t count_of(at::IntArrayRef sizes) {
   return count;
 }
 
-// What takes the place of a format of groups where these do not fit.
+// The format that replaces a format of groups if groups do not fit.
 Format without_groups(Format format) {
   return kFormats[int(format)].is(kForMoment) ? Format::bfloat16 : Format::ue8m8;
 }
@@ -63,7 +63,7 @@ bool has_groups(py::handle param) {
   const at::Tensor& whole = tensor_of(param);  // a DTensor's sizes are the whole tensor's
   const at::IntArrayRef sizes = whole.sizes();
   if (is_dtensor(param)) {
-    const std::vector<int64_t> counts = shards_of(param);
+    const std::vector<int64_t> counts = package().shards_of(param);
     const auto cuts = [](int64_t count) { return count > 1; };
     if (std::any_of(counts.begin(), counts.end(), cuts)) {  // shards are row-major
       for (size_t d = 0; d < sizes.size(); ++d) strides[d] = count_of(sizes.slice(d + 1));
@@ -109,8 +109,7 @@ Format native(Format format) {
 }
 
 Origin origin_of(py::handle dtensor) {
-  const py::object origin = package("sharding.shards").attr("origin_of")(dtensor);
-  const auto [first, length, stride] = py::cast<std::tuple<int64_t, int64_t, int64_t>>(origin);
+  const auto [first, length, stride] = package().origin_of(dtensor);
   return {first, length, stride};
 }
 
@@ -181,7 +180,7 @@ ArrayTensors converted(py::handle param, Format declared, const ArrayTensors& gi
   const auto& [data, format, scales] = given;
   const at::Tensor local = local_of(param);
   const Format wanted = format_beside(declared, param);
-  // Groups are of neighbours in memory, so another layout has other groups.
+  // The elements of a group are neighbours in memory, so another layout has other groups.
   const bool keeps_groups = !scales.defined() || same_layout(data, local);
   const bool is_wanted = format == wanted && keeps_groups;
   const bool copies = is_wanted || !scales.defined();

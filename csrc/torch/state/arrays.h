@@ -1,6 +1,7 @@
 #pragma once
-// The arrays of a format as whole tensors: made beside a parameter, filled and read. Tensors here
-// are plain and dense, of a DTensor the part on this process. What takes a handle needs the GIL.
+// Arrays of a format as tensors: makes them beside a parameter, fills and reads them. Tensors here
+// are plain and dense; for a DTensor they are the part on this process. Functions with a handle
+// need the GIL.
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,15 +11,15 @@
 
 namespace amp_mp {
 
-// Whether groups fit into a parameter's rows as they lie in memory. A group must not reach from one
-// row into the next, whose gradients have another size. A tensor of one dimension (a bias, a norm's
-// weight) has no rows: its neighbours are unrelated. Of a DTensor the whole tensor's rows count, so
-// that all processes agree, and it must be cut between groups.
+// Whether groups fit into a parameter's rows in memory. A group must not reach from one row into
+// the next, whose gradients have another size. A tensor of one dimension (a bias, a norm's weight)
+// has no rows: its neighbours are unrelated. For a DTensor the whole tensor's rows count, so that
+// all processes agree, and it must be cut between groups.
 bool has_groups(py::handle param);
 
-// The shape of the groups' scales: one that can be split over processes as the parameter is. Where
-// groups do not lie along the last dimension, nor within the rows of the first, it is flat. `part`:
-// the shape of a shard; gives the shape of its scales.
+// The shape of the groups' scales, which can be split over processes as the parameter is; flat if
+// groups lie neither along the last dimension nor within the rows of the first. `part`: a shard's
+// shape, for the shape of its scales.
 std::vector<int64_t> scale_shape(py::handle param,
                                  const std::optional<std::vector<int64_t>>& part = {});
 
@@ -28,7 +29,7 @@ Format format_beside(Format declared, py::handle param);
 // The kernels' form of a state's format: bfloat16 states are always rounded stochastically.
 Format native(Format format);
 
-// Where a DTensor's shard begins. origin_for: as far as the format's random bits depend on it.
+// Where a DTensor's shard begins. origin_for: zeros if the format draws no random bits.
 Origin origin_of(py::handle dtensor);
 Origin origin_for(py::handle param, Format format);
 
@@ -42,8 +43,8 @@ at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tens
 // The values of an array, float32 in the layout of its data.
 at::Tensor values_of(const ArrayTensors& from);
 
-// Stores values of the data's shape. Random bits are those of a seed, a step and a tensor, of which
-// the data is the whole or a shard.
+// Stores values of the data's shape. Random bits depend on a seed, a step and a tensor; the data is
+// this tensor or a shard of it.
 void store_values(const at::Tensor& values, const ArrayTensors& to, uint64_t seed = 0,
                   int64_t tensor_index = 0, const Origin& origin = {}, int64_t step = 0);
 
@@ -54,8 +55,8 @@ ArrayTensors new_arrays(Format format, py::handle param);
 ArrayTensors encoded(const at::Tensor& values, Format format, py::handle param, uint64_t seed = 0,
                      int64_t tensor_index = 0, int64_t step = 0);
 
-// A state of a file as the parameter's group stores it, in new tensors. given: what the parameter
-// has of it.
+// A file's state as the parameter's group stores it, in new tensors. given: this process's part of
+// the file's.
 ArrayTensors converted(py::handle param, Format declared, const ArrayTensors& given, uint64_t seed,
                        int64_t tensor_index);
 

@@ -23,7 +23,7 @@ Format stored_format(const KeptState& kept, const Member& member) {
   return format_beside(format_named(name), member.param);
 }
 
-// Puts a state's tensors, plain ones, into the parameter's state in place of those before.
+// Puts a state's plain tensors into the parameter's state, and drops its present ones.
 void store(const KeptState& kept, const Member& member, const ArrayTensors& arrays) {
   for (const StoredFormat& other : kept.formats) {
     drop_item(member.state, other.entry);
@@ -36,7 +36,7 @@ void store(const KeptState& kept, const Member& member, const ArrayTensors& arra
              like(arrays.rest, member.param, scale_shape(member.param)));
 }
 
-// A number for each row of a parameter's matrices; rows are whole on a process.
+// Makes the numbers for the rows of a parameter's matrices; every row must be whole on its process.
 void make_rows(const KeptState& kept, const Member& member) {
   static PyObject* const flatten = PyUnicode_InternFromString("flatten");
   const at::IntArrayRef sizes = tensor_of(member.param).sizes();
@@ -44,7 +44,7 @@ void make_rows(const KeptState& kept, const Member& member) {
   const std::vector<int64_t> whole = muon::row_sizes(sizes, flattened),
                              local = muon::row_sizes(member.local.sizes(), flattened);
   if (member.is_dtensor) {
-    const std::vector<int64_t> counts = shards_of(member.param);
+    const std::vector<int64_t> counts = package().shards_of(member.param);
     for (size_t d = 0; d < sizes.size(); ++d)
       TORCH_CHECK_VALUE(
           counts[d] <= 1 || whole[d] == sizes[d], member.label, " of shape ", shape_text(sizes),
@@ -69,7 +69,8 @@ void make_state(const KeptState& kept, const Member& member) {
                origin_for(member.param, made.format));
 }
 
-// Moves one state; one stored in groups of neighbours is stored again in another layout.
+// Moves one state; stores one in groups again if the layout is another, as groups are of
+// neighbours.
 void bring(const KeptState& kept, const HeldState& held, const Member& member) {
   const at::Device device = member.local.device();
   if (kept.of_rows) {
@@ -96,7 +97,7 @@ void bring(const KeptState& kept, const HeldState& held, const Member& member) {
   store(kept, member, made);
 }
 
-// Bytes of what the state will have on the host and has not there yet. Rows make their own room.
+// Bytes that the state will have on the host and has not there yet. Numbers of rows need no room.
 size_t lacking(const Member& member) {
   const at::Tensor& local = member.local;
   size_t bytes = 0;
@@ -171,7 +172,7 @@ HostRoom room_for(const std::vector<Member>& members) {
   for (const Member& member : members)
     if (offloads(member.group, member.local))
       bytes[member.local.device().index()] += lacking(member);
-  const py::gil_scoped_release release;  // pinning takes seconds where it is much
+  const py::gil_scoped_release release;  // pinning much memory takes seconds
   return HostRoom(bytes);
 }
 

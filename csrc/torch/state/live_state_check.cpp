@@ -38,8 +38,8 @@ void check_state(const Member& member) {
         ": a parameter of another shape starts from the beginning; drop its state with "
         "`del optimizer.state[param]`");
     const bool plain = !member.is_dtensor && is_plain(held);
-    TORCH_CHECK_VALUE(plain || is_placed_as(held, member.param), member.label, " and its ",
-                      text_of(entry),
+    TORCH_CHECK_VALUE(plain || package().is_placed_as(held, member.param), member.label,
+                      " and its ", text_of(entry),
                       " are not split over processes in the same way; put the state in with "
                       "load_state_dict, which moves it to where the parameter is");
   };
@@ -66,7 +66,7 @@ void check_state(const Member& member) {
                     "whole state, and it starts from the beginning");
 }
 
-// The clock of a parameter whose two entries lie in one piece of memory; else undefined.
+// The parameter's clock if its two entries lie in one piece of memory; else undefined.
 at::Tensor present_clock(const Member& member) {
   const py::object* const keys[] = {&member.layout->step, &member.layout->own};
   const int64_t offsets[] = {0, 3};
@@ -89,7 +89,7 @@ std::array<double, 4> clock_numbers(const Member& member) {
   const py::object& state = member.state;
   const py::handle step = item_of(state, layout.step), own = item_of(state, layout.own);
   static PyObject* const buffer = PyUnicode_InternFromString("momentum_buffer");
-  // torch's SGD and Muon count no steps: a momentum buffer says that there was at least one.
+  // torch's SGD and Muon count no steps: with a momentum buffer there was at least one.
   const bool has_buffer =
       std::any_of(layout.states.begin(), layout.states.end(), [&](const KeptState& kept) {
         return kept.name.is(py::handle(buffer)) && is_held(kept, state);
@@ -101,13 +101,13 @@ std::array<double, 4> clock_numbers(const Member& member) {
 }  // namespace
 
 void check_members(const std::vector<Member>& members) {
-  // fully_shard gathers parameters for a moment; only Python knows those.
+  // fully_shard gathers parameters for a while, and only Python can tell those.
   const bool any_sharded = count_sharded_modules() > 0;
   for (const Member& member : members) {
     const at::Tensor& t = member.local;
     const bool known = is_plain(member.param) && (t.is_cpu() || t.is_cuda()) && !any_sharded &&
                        (t.scalar_type() == at::kFloat || is_low_precision(t));
-    if (!known) package("optim.step.params").attr("refuse_param")(member.param, member.label);
+    if (!known) package().refuse_param(member.param, member.label);
     check_state(member);
   }
 }

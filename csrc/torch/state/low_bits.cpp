@@ -48,8 +48,9 @@ bool rounds_to(const at::Tensor& values, const at::Tensor& weight) {
   return wanted.eq(weight).logical_or(both_nan).all().item<bool>();
 }
 
-// The values, as a float32 master beside this weight. A split rounds what lies half way to a
-// neighbour another way; it moves next to the half, or the master would not round to the weight.
+// The values as a float32 master beside this weight. A split rounds a value half way between two
+// weights to the other one: such a value becomes the float32 number beside it, or the master would
+// not round to the weight.
 at::Tensor as_master(const at::Tensor& values, const at::Tensor& weight) {
   const at::Tensor own = at::empty_like(weight);
   const at::Tensor made = at::empty_like(values);
@@ -66,7 +67,8 @@ bool is_beside(const at::Tensor& second, const at::Tensor& weight) {
 
 at::Tensor weight_of(py::handle param) { return local_of(param).detach(); }
 
-// Where `found` is another number: the flat indices and the values; none where float32 takes less.
+// Flat indices and values of the elements in which `found` differs; none if float32 takes less
+// memory.
 std::optional<std::pair<at::Tensor, at::Tensor>> exceptions(const at::Tensor& values,
                                                             const at::Tensor& found) {
   const at::Tensor wrong = found.view(at::kInt).ne(values.view(at::kInt));
@@ -75,18 +77,19 @@ std::optional<std::pair<at::Tensor, at::Tensor>> exceptions(const at::Tensor& va
   return std::pair(indices, values.flatten().index_select(0, indices));
 }
 
-// Where `param` is the key: a plain parameter itself. A DTensor must have no weak reference,
-// because model.to() exchanges the insides of two DTensors, which torch refuses then. Its module
-// stands for it, or its local tensor.
+// A parameter's entry in the table, whose key is the parameter. A plain parameter has a weak
+// reference, which ends the entry. A DTensor must have none, because torch then refuses to exchange
+// the insides of two DTensors, as model.to() does: its module or its local tensor has the weak
+// reference.
 struct Weight {
   Bits bits;
   py::object end;                         // a weak reference whose callback drops this entry
-  py::object dtensor;                     // the DTensor, where its module stands for it
-  const at::TensorImpl* local = nullptr;  // where its local tensor does
-  std::weak_ptr<WeightChanges> changes;   // what notes them
+  py::object dtensor;                     // the DTensor, if its module has the weak reference
+  const at::TensorImpl* local = nullptr;  // a DTensor's local tensor, if that has it
+  std::weak_ptr<WeightChanges> changes;   // notes of the parameter's changes
 };
 
-// Never destroyed: at the end of the process Python may be gone already.
+// Leaked, as `callback` below: at exit the interpreter may end before static objects do.
 auto& weights = *new std::unordered_map<PyObject*, Weight>;
 auto& ends = *new std::unordered_map<PyObject*, PyObject*>;  // keys of `weights`, by their `end`
 
@@ -109,13 +112,13 @@ py::object end_of(py::handle anchor, PyObject* key) {
 
 }  // namespace
 
-// Null where the table has no such parameter.
+// Null if the table has no such parameter.
 static Weight* found_weight(py::handle param) {
   const auto found = weights.find(param.ptr());
   if (found == weights.end()) return nullptr;
   Weight& weight = found->second;
   if (!weight.local || weight.local == local_of(param).unsafeGetTensorImpl()) return &weight;
-  erase(param.ptr());  // of an earlier DTensor at this address, or with another local tensor
+  erase(param.ptr());  // another DTensor was at this address, or it had another local tensor
   return nullptr;
 }
 
@@ -209,7 +212,7 @@ at::Tensor LowBits::values(py::handle param, bool goes_on) const {
   const at::Tensor weight = weight_of(param);
   if (!fits(weight)) return {};
   const bool still = is_still(param);
-  // A master apart that a script has written counts, whatever the weight is.
+  // If a script has written the master in param_groups, it counts, whatever the weight is.
   return still || !is_rounded() || (goes_on && was_taken()) ? decoded(weight, still) : at::Tensor();
 }
 
@@ -256,8 +259,8 @@ void LowBits::keep(py::handle param, const at::Tensor& given) {
   keep_anew(values, param, before);
 }
 
-// What a state shows, where it can hold the values; the weight then is what its format rounds to,
-// which goes another way half way between two weights.
+// Writes the values into the tensor that a state shows, if its format can hold them. The weight
+// becomes what the format rounds to; half way between two weights it may be the other one.
 bool LowBits::keep_in_place(const at::Tensor& values, py::handle param) {
   const at::Tensor weight = weight_of(param);
   used_on_current_stream(second_);
@@ -300,7 +303,7 @@ void LowBits::keep_anew(const at::Tensor& values, py::handle param, bool was_tak
   is_taken_ = false;
 }
 
-// States that show a tensor of before have the values until their next step, as they store them.
+// Writes the values also into replaced tensors that states still show, until their next step.
 void LowBits::write_replaced(const at::Tensor& values, const at::Tensor& weight) {
   std::vector<at::Tensor> all = {second_};
   for (const auto& each : replaced_)
@@ -318,11 +321,11 @@ void LowBits::write_replaced(const at::Tensor& values, const at::Tensor& weight)
 void LowBits::show(const at::Tensor& second, py::handle param, bool apart) {
   if (is_taken() && shows(second)) return;
   if (is_taken() && second_.use_count() > 1) note_replaced(second_);
-  // An entry that comes back, in another's state, is the present one again.
+  // A replaced tensor may come back, in another optimizer's state.
   std::erase_if(replaced_, [&](const auto& each) {
     return each._unsafe_get_target() == second.unsafeGetTensorImpl();
   });
-  used_on_current_stream(second_);  // it may be of another, and is dropped
+  used_on_current_stream(second_);  // maybe from another stream, and dropped here
   second_ = second;
   const at::Tensor weight = local_of(param);
   dtype_ = weight.scalar_type();
@@ -375,7 +378,7 @@ void LowBits::drop() {
 std::optional<LowBits::State> LowBits::state(py::handle param) const {
   const bool still = is_still(param);
   if (!fits(local_of(param)) || (kept_ && !still && !is_taken_)) return std::nullopt;
-  // The very tensor that a state shows, so that deepcopy and pickle make one of both.
+  // The tensor that a state shows itself, so that deepcopy and pickle make one copy for both.
   const at::Tensor second = second_.requires_grad() ? second_.detach() : second_;
   if (!kept_ || !still) return State(second, {}, {}, {}, still);
   if (!kept_->indices.defined()) return State(second_, {}, {}, kept_->checksum, true);

@@ -11,9 +11,9 @@
 
 namespace amp_mp {
 
-// Remainders of values that the weight has been rounded from, which stays as it is. A split rounds
-// half way between two weights away from zero, and split24 after rounding to 24 bits, prepare to
-// nearest even: where the two differ, the largest remainder is the nearest.
+// Stores the remainders of values that the weight was rounded from; the weight does not change.
+// Half way between two weights a split rounds away from zero (split24 after rounding to 24 bits),
+// `prepare` to nearest even: if the two differ, the largest remainder is the nearest to the value.
 void store_beside(const at::Tensor& values, const ArrayTensors& master) {
   const auto& [weight, format, rest] = master;
   const at::Tensor own = at::empty_like(weight);
@@ -27,7 +27,7 @@ namespace {
 
 void drop_master(py::handle state) {
   for (const MasterEntry& each : master_entries()) {
-    // Its memory may be of another stream, whose allocator would give it away while this one reads.
+    // Its memory may be another stream's, whose allocator would reuse it while this stream reads.
     if (const py::handle found = item_of(state, each.entry); is_tensor(found))
       used_on_current_stream(local_of(found));
     drop_item(state, each.entry);
@@ -79,8 +79,7 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
   }
   if (!is_given) {
     values = master_values(weight, state);
-    if (!values.defined() && !bits && is_dtensor(param))
-      package("optim.state.low_bits").attr("refuse_lost")(param);
+    if (!values.defined() && !bits && is_dtensor(param)) package().refuse_lost(param);
     if (!values.defined() && bits && goes_on && !bits->is_still(param))
       values = bits->values(param, goes_on);
     if (!values.defined()) {
@@ -94,7 +93,7 @@ void set_master(const std::string& format, py::handle param, py::handle state, a
   const auto options = weight.options().dtype(entry->dtype);
   const at::Tensor second =
       format == "float32" ? at::empty_like(weight, options) : at::zeros_like(weight, options);
-  // Of a DTensor this runs Python, where an interrupt may come: nothing has changed so far.
+  // For a DTensor this runs Python, where an interrupt may come: before anything changes.
   const py::object made = like(second, param);
   const ArrayTensors master = *master_in(weight, second);
   if (is_given || format == "float32") {
@@ -129,7 +128,7 @@ void renew_masters(const py::list& groups, const py::dict& states) {
       if (!state || !PyDict_Check(state.ptr()) || !drop_replaced(bits, state)) continue;
       set_master(py::cast<std::string>(number_of(group, master)), param, state, {}, true);
       settle(group, local_of(param), state);
-      // The others may step again, and show the same tensor as now.
+      // The other optimizers may step again, and must still show the same tensor.
       const at::Tensor made = master_beside(local_of(param), state);
       if (made.defined() && !bits->shows(made)) bits->note_replaced(made);
     }
@@ -156,7 +155,7 @@ void follow_master(py::handle param, const at::Tensor& weight, py::handle state)
     } else if (is_tensor(found)) {
       const at::Tensor present = local_of(found), moved = placed(present, weight);
       if (moved.is_same(present)) continue;
-      used_on_current_stream(present);  // it may be of another, and is dropped
+      used_on_current_stream(present);  // maybe from another stream, and dropped here
       set_item(state, each.entry, like(moved, param));
     }
   }

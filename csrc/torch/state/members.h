@@ -1,6 +1,6 @@
 #pragma once
-// An optimizer's parameters in their groups: their rules, their labels, and which can be stepped.
-// Everything here needs the GIL.
+// An optimizer's parameters in their groups: their rules, their labels, and which a step can
+// update. Everything here needs the GIL.
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -13,7 +13,7 @@ namespace amp_mp {
 // A parameter with its place in the optimizer.
 struct Member {
   py::object param;
-  at::Tensor local;  // the parameter, of a DTensor the shard on this process
+  at::Tensor local;  // the parameter, or a DTensor's shard on this process
   bool is_dtensor;
   Layout layout;     // under its param_group's rule
   py::object group;  // its param_group
@@ -23,8 +23,8 @@ struct Member {
   py::object state;      // its dict in optimizer.state
 };
 
-// A parameter's place in its optimizer's param_groups, and its name if the group has names: what
-// messages call it.
+// A parameter's name for messages: its place in its optimizer's param_groups, and its own name if
+// the group has names.
 std::string param_label(py::handle group, int64_t number, int64_t position);
 
 // A group's parameters, a list or tuple; TypeError for what is not a sequence.
@@ -41,7 +41,8 @@ void check_rules(const Layouts& rules, const py::list& groups);
 std::vector<Member> members_of(const Layouts& rules, const py::list& groups, const py::dict& states,
                                const std::unordered_map<PyObject*, size_t>* only = nullptr);
 
-// Raises RuntimeError where state of these cannot be made: in inference mode, and during capture.
+// RuntimeError if one of these lacks state where none can be made: in inference mode, and while a
+// CUDA graph is captured.
 void refuse_new_state(const std::vector<Member>& members);
 
 }  // namespace amp_mp

@@ -1,5 +1,5 @@
-// States of a file as an optimizer stores them: the one way to restore them, whatever their format
-// and whichever library saved them.
+// A file's states as an optimizer stores them, whatever their format in the file, and whichever
+// library has saved them.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
@@ -17,19 +17,20 @@
 namespace amp_mp {
 namespace {
 
-using Like = SavedEntry::Like;
+using Holds = SavedEntry::Holds;
 
 // This process's part of a tensor that is split as the parameter is, or could be.
 at::Tensor part_of(py::handle value, py::handle param) {
   if (is_plain(value) && !is_dtensor(param)) return tensor_of(value);
-  return py::cast<at::Tensor>(package("sharding.shards").attr("part")(value, param));
+  return package().part(value, param);
 }
 
-// An entry of a file's state. entry: what the rules say of it; null where they have none so named.
+// An entry of a file's state. entry: what the rules say of it; null if they have none of its name.
 struct Given {
   py::object key, value;
   const SavedEntry* entry;
-  bool is(Like like) const { return entry && entry->like == like; }
+  bool holds(Holds what) const { return entry && entry->holds == what; }
+  bool is_of_clock() const { return entry && entry->is_of_clock(); }
 };
 
 // One parameter, and what is known of it.
@@ -40,7 +41,7 @@ struct Restoring {
   const py::handle group;
   const uint64_t seed;
   const int64_t index;
-  const py::handle old;  // the state until now; or null
+  const py::handle old;  // the present state; or null
   const at::Tensor local = local_of(param);
   const std::vector<Given> all_given = given_in(entries, saved);
   py::dict state;
@@ -54,14 +55,13 @@ struct Restoring {
     return found;
   }
 
-  // Adds what its arrays will take on the host.
+  // Adds the bytes that its arrays will need on the host.
   void add_bytes(BytesByDevice& all) const {
     if (!offloads(group, local)) return;
     const int64_t count = local.numel();
     size_t& bytes = all[local.device().index()];
     for (const Given& given : all_given) {
-      if (!given.is(Like::param) || !is_tensor(given.value) || given.entry->state == "master")
-        continue;
+      if (!given.holds(Holds::state) || !is_tensor(given.value)) continue;
       const Format format = format_beside(format_named(format_at(given.entry->state)), param);
       bytes += host_bytes(count, dtype_of(format));
       if (kFormats[int(format)].is(kGrouped))
@@ -74,12 +74,12 @@ struct Restoring {
         return void(bytes += host_bytes(count, master->dtype));
   }
 
-  // New tensors in the file's order, but for the master.
+  // A state of new tensors in the file's order; the master comes last.
   py::dict restored(py::list undo) {
     const at::Tensor clock = new_clock();
     for (const Given& given : all_given) {
-      if (given.is(Like::unused)) continue;
-      if (clock.defined() && given.is(Like::number))
+      if (given.holds(Holds::unused)) continue;
+      if (clock.defined() && given.is_of_clock())
         add_to(clock, given);
       else
         add(given);
@@ -106,14 +106,14 @@ struct Restoring {
     if (!entry && t.sizes() == own_sizes) {
       const at::Tensor part = part_of(value, param);
       set(key, copy_as(part, part.scalar_type(), local));
-    } else if (!entry || entry->like == Like::number) {
+    } else if (!entry || entry->is_of_clock()) {
       const at::Tensor whole = whole_of(value);
       const at::Tensor copy = whole.to(local.device(), whole.scalar_type(), false, /*copy=*/true);
       set_item(state, key, wrapped(copy));
-    } else if (entry->like == Like::row) {
+    } else if (entry->holds == Holds::rows) {
       const at::Tensor part = part_of(value, param);
       set(key, part.to(local.device(), at::kFloat, false, /*copy=*/true), t.sizes().vec());
-    } else if (entry->like == Like::param && entry->state != "master") {
+    } else if (entry->holds == Holds::state) {
       add_state(*entry, value);
     }
   }
@@ -126,7 +126,7 @@ struct Restoring {
     if (made.rest.defined()) set(py::str(text_of(name) + "_scale"), made.rest, scale_shape(param));
   }
 
-  // What this process has of a saved state; float32 where it cuts groups.
+  // This process's part of a saved state; in float32 if the part cuts groups.
   ArrayTensors arrays_of(const SavedEntry& entry, const py::handle& value) const {
     if (entry.scale.empty()) {
       const at::Tensor data = part_of(value, param);
@@ -139,26 +139,29 @@ struct Restoring {
     if (!is_dtensor(param)) return {whole_of(value), format, whole_of(scale)};
     const std::vector<int64_t> shape = scale_shape(param);
     const bool fits = has_groups(param);
-    if (fits && is_placed_as(value, param) && is_placed_as(scale, param) &&
+    if (fits && package().is_placed_as(value, param) && package().is_placed_as(scale, param) &&
         tensor_of(scale).sizes() == at::IntArrayRef(shape))
       return {local_of(value), format, local_of(scale)};
     const at::Tensor data = whole_of(value), scales = whole_of(scale);
     if (fits && data.is_contiguous())
-      return {part_of_whole(data, param), format, part_of_whole(scales.reshape(shape), param)};
-    return {part_of_whole(values_of({data, format, scales}), param), Format::float32, {}};
+      return {package().part_of_whole(data, param), format,
+              package().part_of_whole(scales.reshape(shape), param)};
+    return {package().part_of_whole(values_of({data, format, scales}), param), Format::float32, {}};
   }
 
-  // Where the clock (core/rules/base.h) has an entry.
-  static int64_t place_in_clock(const std::string& entry) { return entry == "step" ? 0 : 3; }
+  // Where the clock (core/rules/base.h) has one of its entries.
+  static int64_t place_in_clock(const SavedEntry& entry) {
+    return entry.holds == Holds::step ? 0 : 3;
+  }
 
-  // Memory of the clock in one piece, as the step keeps it; undefined where the file has not each
-  // of its entries once in float64.
+  // Memory for the whole clock in one piece, as a step keeps it; undefined unless the file has each
+  // of the clock's entries once, in float64.
   at::Tensor new_clock() const {
     std::array<int, 4> found{};
     for (const Given& given : all_given) {
-      if (!given.is(Like::number)) continue;
+      if (!given.is_of_clock()) continue;
       if (!is_plain(given.value) || tensor_of(given.value).scalar_type() != at::kDouble) return {};
-      ++found[size_t(place_in_clock(given.entry->name))];
+      ++found[size_t(place_in_clock(*given.entry))];
     }
     if (found != std::array{1, 0, 0, 1}) return {};
     return at::zeros({4}, local.options().dtype(at::kDouble));
@@ -167,7 +170,7 @@ struct Restoring {
   void add_to(const at::Tensor& clock, const Given& given) {
     // No autograd graph holds a clock: its views need no version counter in common.
     const at::AutoDispatchBelowADInplaceOrView plain_views;
-    const at::Tensor place = clock.select(0, place_in_clock(given.entry->name));
+    const at::Tensor place = clock.select(0, place_in_clock(*given.entry));
     const at::Tensor& value = tensor_of(given.value);
     // torch's copy of one number takes a microsecond.
     if (value.is_cpu() && clock.is_cpu() && value.is_contiguous() && !value.is_neg())
@@ -188,14 +191,14 @@ struct Restoring {
           parts.emplace_back(&each, copy_as(part_of(value, param), each.dtype, local));
     };
     add_parts(saved);
-    if (parts.empty() && old) add_parts(old);  // a file of torch's: the master stays
+    if (parts.empty() && old) add_parts(old);  // a file of torch has no master: ours stays
     if (parts.empty()) return;
     const std::string format = format_at("master");
     const MasterEntry* const wanted = master_entry(format, local.scalar_type());
     if (parts.size() == 1 && parts[0].first == wanted) return set(wanted->entry, parts[0].second);
     py::dict found;
     for (const auto& [entry, part] : parts) found[entry->entry] = wrapped(part);
-    // The parameter changes only where the format of before rounds otherwise.
+    // The parameter changes only if the file's format has rounded otherwise.
     const at::Tensor weight = local.detach();
     const at::Tensor values = master_values(weight, found);
     undo.append(py::make_tuple(weight, weight.clone()));
@@ -203,14 +206,14 @@ struct Restoring {
   }
 };
 
-// What each parameter of these param_groups keeps from now on, in new tensors and in the file's
-// order; None where the file has nothing of it. wrong_state has nothing against the file's states.
-// Each state is stored as its group says; a format that is the file's keeps its bits.
+// The new state of each parameter of these param_groups, of new tensors in the file's order; None
+// if the file has none for it. wrong_state must have accepted the file's states. Each state is
+// stored as its group says, with the same bits if the file's format is the same.
 //
-// states: those until now, by parameter; a file of torch's leaves them their masters. seed: of
-// stochastic rounding, where the file's groups have none. undo: gets (weight, its values) of a
-// parameter whose new master rounds otherwise, before it is changed. Parts of DTensors are gathered
-// by Python, on all processes in the same order.
+// states: the present ones, by parameter; their masters stay if the file has none, as torch's.
+// seed: for stochastic rounding, if the file's groups have none. undo: gets (weight, copy of its
+// values) before a weight changes, because its new master rounds otherwise. Python gathers parts of
+// DTensors, on all processes in the same order.
 py::list restored(const SavedEntries& entries, const py::list& groups, const py::dict& states,
                   const py::dict& state_dict, const py::int_& seed, py::list undo) {
   const at::NoGradGuard no_grad;

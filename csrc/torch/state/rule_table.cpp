@@ -8,12 +8,13 @@ namespace amp_mp {
 namespace {
 
 py::object interned(const std::string& name) {
-  // A step looks entries up by the thousand, and a dict compares other objects letter by letter.
+  // A step looks up thousands of entries, and a dict compares strings that are not interned letter
+  // by letter.
   return owned(PyUnicode_InternFromString(name.c_str()));
 }
 
-// What follows a state's name in the entry that holds it in a format: "_m8"; nothing for plain
-// numbers, which their dtype tells apart.
+// The end of an entry's name, after the state's, if the entry holds the state in this format:
+// "_m8". Empty for plain numbers, whose dtype says the format.
 const std::string& ending_of(Format format) {
   static const auto& endings = *[] {
     auto* found = new std::vector<std::string>;
@@ -28,7 +29,7 @@ const std::string& ending_of(Format format) {
   return endings[size_t(format)];
 }
 
-// Those that users choose from: of the stochastic forms the plain name is chosen.
+// Whether users may choose it for a state; for stochastic forms they choose the plain name.
 bool is_of_states(Format format) {
   const FormatInfo& info = kFormats[int(format)];
   return info.is(kForState) && !std::string_view(info.name).ends_with("_stochastic");
@@ -64,7 +65,7 @@ RuleLayout declared(const char* op) {
   layout.op = op;
   for (const RuleState& state : Rule::kKept)
     layout.states.push_back(kept_state(state.name, state.kind, state.late, state.initial));
-  OwnNumber own = {"layer", 0, true};  // of a rule without: the clock's fourth number
+  OwnNumber own = {"layer", 0, true};  // the clock's fourth number, if the rule has none of its own
   if constexpr (has_own_number<Rule>) own = Rule::kOwn;
   layout.step = interned("step");
   layout.own = interned(own.name);
@@ -143,7 +144,8 @@ const MasterEntry* master_entry(const std::string& format, at::ScalarType weight
 }
 
 Layout layout_of(const py::handle& rule) {
-  // Kept for the life of the process, as are the rules of optimizer classes.
+  // Leaked, as all static objects here that hold Python objects: at exit the interpreter may end
+  // first. The rules of optimizer classes live as long as the process anyway.
   static auto& known = *new std::unordered_map<PyObject*, std::pair<py::object, Layout>>;
   auto found = known.find(rule.ptr());
   if (found == known.end()) {

@@ -15,24 +15,24 @@
 
 namespace amp_mp {
 
-// One format that a state may be stored in, and the entries that then hold it.
+// One format that a state may be stored in, and the entries that hold it then.
 struct StoredFormat {
   Format format;
   at::ScalarType dtype;
   py::object entry, scales;  // scales: None for a format without groups
 };
 
-// A tensor that a rule keeps for every parameter, of the parameter's shape or, of_rows, with one
-// float32 number for each row of its matrices (muon/row_norms.h).
+// A tensor that a rule keeps for every parameter. It has the parameter's shape or, with of_rows,
+// one float32 number for each row of its matrices (muon/row_norms.h).
 struct KeptState {
   py::object name;
   Kind kind;
   bool late;           // a parameter that has taken steps may lack it
-  py::object initial;  // the param_group's number that fills a new one, where it has it; or None
+  py::object initial;  // the entry of a param_group whose number fills a new one; or None
   bool of_rows;
   std::vector<StoredFormat> formats;  // those under the state's own name come first
 
-  // What it may be stored as.
+  // Whether it may be stored in the format.
   bool may_be(Format format) const;
 };
 
@@ -40,8 +40,8 @@ struct KeptState {
 struct HyperNumber {
   const HyperMember* member;
   py::object key;
-  int64_t index = -1;  // of group[key], where that holds several
-  py::object when;     // the number counts only where group[when] is true, else it is 0; or None
+  int64_t index = -1;  // in group[key], if that holds several
+  py::object when;     // if group[when] is false, the number is 0; or None
   Range range;         // which numbers it may have
 };
 
@@ -53,7 +53,7 @@ struct MasterEntry {
   at::ScalarType dtype;
 };
 const std::vector<MasterEntry>& master_entries();
-// One of them; null where the dtype has none of the format, "none" among them.
+// One of them; null if the dtype has none of the format, as of "none".
 const MasterEntry* master_entry(const std::string& format, at::ScalarType weight);
 
 // The entry that holds a state in a format.
@@ -64,8 +64,8 @@ struct RuleLayout {
   std::vector<KeptState> states;
   py::object step, own;  // the clock's entries
   double own_start = 0;
-  bool own_is_kept = false;  // a rule's number of its own, which no step loses
-  bool own_is_late = false;  // which a parameter that has taken steps may lack
+  bool own_is_kept = false;  // whether the rule declares a number of its own
+  bool own_is_late = false;  // whether a parameter that has taken steps may lack it
   std::vector<HyperNumber> numbers;
   std::vector<py::object> options;      // entries of a group that the slots depend on
   py::object directions;                // optim/rule.py, Directions, or None

@@ -1,33 +1,33 @@
-// The table of the entries that a state dict may have, made of the rules' own.
+// Makes the table of the entries that a state dict may have from what the rules declare.
 #include "torch/state/saved_state.h"
 
 namespace amp_mp {
 
-using Like = SavedEntry::Like;
+using Holds = SavedEntry::Holds;
 
 SavedEntries::SavedEntries(const py::iterable& rules) {
   const auto add = [&](const SavedEntry& entry) { entries_.insert_or_assign(entry.name, entry); };
-  for (const RuleLayout& rule : declared_rules())
-    for (const py::object& name : {rule.step, rule.own})
-      add({text_of(name), "step", "", Like::number, {}});
-  add({"beta_powers", "", "", Like::unused, {}});  // of amp_mp 0.2: step and betas tell them
-  const auto coded = [&](const py::object& entry, const std::string& state,
+  for (const RuleLayout& rule : declared_rules()) {
+    add({text_of(rule.step), "", "", Holds::step, {}});
+    add({text_of(rule.own), "", "", Holds::own_number, {}});
+  }
+  add({"beta_powers", "", "", Holds::unused, {}});  // of amp_mp 0.2: step and betas give them
+  const auto coded = [&](Holds holds, const py::object& entry, const std::string& state,
                          const std::string& format, at::ScalarType dtype,
                          const std::string& scale = "") {
     const bool in_bytes = dtype == at::kShort;
-    add({text_of(entry), state, format, Like::param, in_bytes ? at::kByte : dtype, in_bytes,
-         scale});
+    add({text_of(entry), state, format, holds, in_bytes ? at::kByte : dtype, in_bytes, scale});
   };
   for (const MasterEntry& each : master_entries()) {
     if (each.dtype == at::kFloat)  // plain numbers, of any precision
-      add({text_of(each.entry), "master", each.format, Like::param, {}});
+      add({text_of(each.entry), "master", each.format, Holds::master, {}});
     else
-      coded(each.entry, "master", each.format, each.dtype);
+      coded(Holds::master, each.entry, "master", each.format, each.dtype);
   }
   for (const py::handle rule : rules)
     for (const KeptState& kept : layout_of(rule)->states) {
       const std::string name = text_of(kept.name);
-      add({name, name, "", kept.of_rows ? Like::row : Like::param, {}});
+      add({name, name, "", kept.of_rows ? Holds::rows : Holds::state, {}});
       std::string can;
       for (const StoredFormat& stored : kept.formats)
         if (kept.may_be(stored.format))
@@ -41,8 +41,8 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
           continue;
         }
         const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
-        coded(stored.entry, name, format, stored.dtype, scale);
-        if (!scale.empty()) add({scale, name, format, Like::scale, rest_dtype_of(stored.format)});
+        coded(Holds::state, stored.entry, name, format, stored.dtype, scale);
+        if (!scale.empty()) add({scale, name, format, Holds::scales, rest_dtype_of(stored.format)});
       }
     }
 }

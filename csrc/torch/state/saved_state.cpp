@@ -7,20 +7,20 @@
 
 namespace amp_mp {
 
-using Like = SavedEntry::Like;
+using Holds = SavedEntry::Holds;
 
 namespace {
 
-// What a value is, for messages: its class, and the value itself where that is short.
+// Describes a value for messages: its class, and the value itself if that is short.
 std::string described(const py::handle& value) {
   const std::string text = repr_of(value), kind = Py_TYPE(value.ptr())->tp_name;
   return text.size() < 40 ? kind + " " + text : kind;
 }
 
-// What has no memory, or another process's.
+// What is wrong with a tensor's memory: it has none, or another process's.
 std::string wrong_memory(const py::handle& value) {
   if (!is_plain(value)) {
-    const std::string foreign = text_of(package("sharding.shards").attr("why_foreign")(value));
+    const std::string foreign = package().why_foreign(value);
     if (!foreign.empty()) return foreign;
   }
   const at::Tensor local = local_of(value);
@@ -46,7 +46,7 @@ std::string wrong_shape(const at::Tensor& t, const py::handle& param, bool in_by
   return wrong;
 }
 
-// What is wrong with a tensor of a saved state; empty where it can be loaded. entry: null where the
+// What is wrong with a tensor of a saved state; empty if it can be loaded. entry: null if the
 // optimizer's rules have no such entry.
 std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
                          const std::string& name, const py::handle& value,
@@ -59,18 +59,18 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
     return refused.empty() ? wrong_shape(t, param, false) : refused;
   }
   const auto dtype = [&] { return text_of(value.attr("dtype")); };
-  if (entry->like == Like::number) {
+  if (entry->is_of_clock()) {
     if (t.numel() == 1 && !t.is_complex()) return "";
     return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype() + ", must be one number";
   }
-  const bool in_groups = entry->like == Like::scale || !entry->scale.empty();
-  // Groups are of neighbours in memory.
+  const bool in_groups = entry->holds == Holds::scales || !entry->scale.empty();
+  // The elements of a group are neighbours in memory.
   if (in_groups && !local_of(value).is_non_overlapping_and_dense())
     return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
   const at::ScalarType kind = t.scalar_type();
   const auto shown = [&] { return text_of(py::cast(*entry->shown)); };
   const bool is_shown = entry->shown.value_or(kind) == kind;
-  if (entry->like == Like::scale) {
+  if (entry->holds == Holds::scales) {
     const int64_t count = tensor_of(param).numel() / kGroup;
     if (is_shown && t.numel() == count) return "";
     return "has " + std::to_string(t.numel()) + " elements of " + dtype() + ", must have " +
@@ -81,7 +81,7 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
     return "has dtype " + dtype() + ", must be floating-point";
   if (!is_shown)
     return "has dtype " + dtype() + ", but '" + entry->format + "' is stored as " + shown();
-  return wrong_shape(t, param, entry->in_bytes, entry->like == Like::row);
+  return wrong_shape(t, param, entry->in_bytes, entry->holds == Holds::rows);
 }
 
 // The states and numbers that every parameter has after a step under any of the rules.
@@ -102,7 +102,7 @@ std::set<std::string> needed_under(const py::iterable& rules) {
   return found;
 }
 
-// As wrong_state, of one parameter. needed: what it has after a step.
+// As wrong_state, for one parameter. needed: what every parameter has after a step.
 py::object wrong_state_of(const SavedEntries& entries, const std::set<std::string>& needed,
                           const py::handle& given, const py::handle& param) {
   const auto wrong = [](const std::string& entry, const std::string& what) {
@@ -117,8 +117,8 @@ py::object wrong_state_of(const SavedEntries& entries, const std::set<std::strin
     if (value.is_none()) continue;
     const std::string name = text_of(key);
     const SavedEntry* entry = entries.find(name);
-    if (entry && entry->like == Like::unused) continue;
-    const bool is_number = entry && entry->like == Like::number, tensor = is_tensor(value);
+    if (entry && entry->holds == Holds::unused) continue;
+    const bool is_number = entry && entry->is_of_clock(), tensor = is_tensor(value);
     std::string what;
     if (tensor)
       what = wrong_tensor(entries, entry, name, value, param);
@@ -128,7 +128,7 @@ py::object wrong_state_of(const SavedEntries& entries, const std::set<std::strin
       what = wrong_clock(py::reinterpret_borrow<py::object>(value), name);
     if (!what.empty()) return wrong(name, what);
     if (!entry && tensor && strange.empty()) strange = name;
-    if (!entry || entry->like != Like::param) continue;
+    if (!entry || (entry->holds != Holds::state && entry->holds != Holds::master)) continue;
     const auto [known, is_new] = held.emplace(entry->state, name);
     if (!is_new) {
       const bool later = known->second.size() <= name.size();

@@ -10,14 +10,19 @@ namespace amp_mp {
 
 // An entry that a parameter's state may have in a state dict.
 struct SavedEntry {
-  // What has the same shape; row: each row's number; unused: what no step reads any more.
-  enum class Like { param, row, scale, number, unused };
-  std::string name, state;  // state: what it is a part of, by name; "master"; or "step", the clock
-  std::string format;       // how that is stored; "" where the dtype says it
-  Like like;
+  // A state or a master, which have the parameter's shape; a number for each row of its matrices;
+  // the scales of a state's groups; one of the clock's numbers, the count of steps or the rule's
+  // own (core/rules/base.h); or what no step reads any more.
+  enum class Holds { state, master, rows, scales, step, own_number, unused };
+  std::string name;
+  std::string state;   // the name of the state that it holds or has the scales of; or "master"
+  std::string format;  // how the state is stored; "" if the dtype says it
+  Holds holds;
   std::optional<at::ScalarType> shown;  // its dtype; none: any floating-point dtype is read
   bool in_bytes = false;   // 16-bit integers are shown as bytes: gloo and NCCL carry none of them
   std::string scale = "";  // the entry of the scales; "" without groups
+
+  bool is_of_clock() const { return holds == Holds::step || holds == Holds::own_number; }
 };
 
 // All of them for an optimizer that may use these rules.
@@ -34,13 +39,13 @@ class SavedEntries {
   std::map<std::string, std::string> refused_;
 };
 
-// What is wrong with a number of a parameter's clock, by its entry's name: no number, no count of
-// steps. Empty where it can be.
+// What is wrong with a number of a parameter's clock, for messages; empty if nothing is. name: the
+// entry's.
 std::string wrong_clock(const py::object& value, const std::string& name);
 
-// The first of a group's parameters whose saved state cannot be loaded, by its place, with the
-// entry and what is wrong with it; None where all can. rules: those that the param_group may have.
-// states: of each parameter; None for those without.
+// The first of a group's parameters whose saved state cannot be loaded: its place, and the entry
+// with what is wrong with it; None if all can. rules: those that the param_group may have. states:
+// one for each parameter, None without.
 py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
                        const py::list& states, const py::list& params);
 

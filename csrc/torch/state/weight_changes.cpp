@@ -48,7 +48,7 @@ Changes WeightChanges::changes() const {
 at::Tensor WeightChanges::places() const {
   const at::Tensor words = memory_.narrow(0, 1, memory_.numel() - 1);
   if (!memory_.is_cpu()) {
-    constexpr int64_t kTogether = 1 << 22;  // bytes; what is needed meanwhile is 80 times as much
+    constexpr int64_t kTogether = 1 << 22;  // bytes; computing takes 80 times as much
     const at::Tensor bytes = words.view(at::kByte), bit_of = at::arange(8, bytes.options());
     Tensors found;
     for (int64_t at = 0; at < bytes.numel(); at += kTogether) {

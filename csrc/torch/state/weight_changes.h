@@ -16,11 +16,11 @@ namespace amp_mp {
 
 class WeightChanges {
  public:
-  // Of a parameter, of a DTensor the part on this process: float16 or bfloat16, or float32, which
-  // is compared as what it rounds to in `dtype`. No bit is set; the sum is that of the weight.
+  // Notes for a parameter, or a DTensor's part on this process, in float16, bfloat16 or float32;
+  // float32 weights are rounded to `dtype` to compare them. No bit is set; the sum is the weight's.
   WeightChanges(py::handle param, at::ScalarType dtype);
 
-  // Whether these are still notes of a weight of this kind, at this place.
+  // Whether the weight still has the dtype, size and device of these notes.
   bool fits(const at::Tensor& weight) const;
   Changes changes() const;
   // int64: the sum, then the bits.
@@ -38,15 +38,15 @@ class WeightChanges {
   at::Tensor* keeper_ = nullptr;
 };
 
-// Notes the parameter's changes from now on. ValueError where others live that do.
+// Notes the parameter's changes from now on. ValueError if other notes of it live.
 void watch(py::handle param, py::handle owner, const std::shared_ptr<WeightChanges>& changes);
-// The notes that steps of the parameter make; null for none.
+// The parameter's notes, which its steps write; null if there are none.
 std::shared_ptr<WeightChanges> changes_of(py::handle param);
 // How often `watch` was called: a step looks up its parameters' notes again after each.
 uint64_t watched_so_far();
 
-// Notes in each memory which numbers of `after` are others than in `before`; without one, adds all
-// of `after` to the sum. dtypes: by which float32 weights are compared.
+// Notes in each memory which numbers of `after` differ from those of `before`; without a `before`,
+// adds all of `after` to the sum. dtypes: float32 weights are rounded to these to compare them.
 void compare(const Tensors& after, const std::vector<std::optional<at::Tensor>>& before,
              const Tensors& memory, const std::vector<at::ScalarType>& dtypes);
 

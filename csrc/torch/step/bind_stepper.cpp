@@ -1,4 +1,4 @@
-// What Python sees of the door of the step: buckets, inputs, the stepper.
+// What Python sees of a step: buckets, inputs, options, the stepper and its log.
 #include "torch/bind.h"
 #include "torch/ops.h"
 #include "torch/step/stepper.h"
@@ -6,7 +6,7 @@
 namespace amp_mp {
 namespace {
 
-// The bucket of one parameter, with state that is made here where it is missing.
+// A bucket of one parameter. Makes the state that the parameter lacks.
 std::shared_ptr<Bucket> bucket_of(const py::list& rules, const py::list& groups,
                                   const py::dict& states, const py::object& own_keys,
                                   const py::object& param, int64_t group, int64_t tensor_index,
@@ -35,7 +35,7 @@ DecideTensors inputs_on(const at::Device& device, const py::object& scale,
   return inputs;
 }
 
-// Steps a bucket, deciding from `total` where it is given, else from what was measured of it.
+// Steps a bucket by a verdict on `total`, or without `total` on the bucket's own statistics.
 void step_bucket(Bucket& bucket, const py::list& groups,
                  const std::shared_ptr<Measurement>& measured, const py::object& scale,
                  std::optional<double> max_norm, const std::optional<at::Tensor>& total) {
@@ -48,20 +48,23 @@ void step_bucket(Bucket& bucket, const py::list& groups,
 
 void bind_inputs(py::module_& m) {
   py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
-      .def(py::init<py::object, py::object, bool, bool, bool>(), py::arg("scale") = py::none(),
+      .def(py::init<py::object, py::object, bool, bool>(), py::arg("scale") = py::none(),
            py::arg("found_inf") = py::none(), py::kw_only(), py::arg("measure") = false,
-           py::arg("from_stock") = false, py::arg("keeps") = false)
-      .def_readonly("keeps", &StepInputs::keeps)
+           py::arg("from_stock") = false)
       .def_readwrite("scale", &StepInputs::scale)
       .def_readwrite("measured", &StepInputs::measured)
       .def_readwrite("max_norm", &StepInputs::max_norm)
-      .def_readwrite("scale_update", &StepInputs::scale_update)
-      .def_readonly("scale_updated", &StepInputs::scale_updated)
-      .def_readwrite("used", &StepInputs::used)
-      .def_readwrite("checks", &StepInputs::checks)
-      .def_readwrite("own_max_norm", &StepInputs::own_max_norm)
-      .def_readwrite("norm_limit", &StepInputs::norm_limit)
-      .def_readwrite("spike", &StepInputs::spike);
+      .def_readwrite("scale_update", &StepInputs::scale_update);
+  py::class_<StepOptions>(m, "StepOptions")
+      .def(py::init([](bool checks, std::optional<double> max_norm, double norm_limit,
+                       std::pair<double, double> spike) {
+             const auto [sigmas, window] = spike;
+             return StepOptions{checks,
+                                max_norm.value_or(0.0),
+                                {.fixed = norm_limit, .sigmas = sigmas, .window = window}};
+           }),
+           py::kw_only(), py::arg("checks") = false, py::arg("max_norm") = py::none(),
+           py::arg("norm_limit") = 0.0, py::arg("spike") = std::pair(0.0, 0.0));
 }
 
 }  // namespace
@@ -99,7 +102,7 @@ void bind_stepper(py::module_& m) {
       .def(py::init<py::object>(), py::arg("hooks"))
       .def("forget", &Stepper::forget)
       .def("step", &Stepper::step, py::arg("rules"), py::arg("groups"), py::arg("states"),
-           py::arg("inputs"), py::arg("read") = py::none())
+           py::arg("inputs"), py::arg("options"), py::arg("read") = py::none())
       .def_property_readonly("log", &Stepper::log)
       .def_property("norm_history", &Stepper::norm_history, &Stepper::set_norm_history)
       .def_property_readonly("is_captured", &Stepper::is_captured)
@@ -109,6 +112,7 @@ void bind_stepper(py::module_& m) {
       .def_property_readonly("count", &StepLog::count)
       .def_property_readonly("reports", &StepLog::reports)
       .def_property_readonly("verdict", &StepLog::verdict)
+      .def_property_readonly("scale_updated", &StepLog::scale_updated)
       .def("decide", &StepLog::decide, py::arg("device"), py::arg("totals"), py::arg("scale"))
       .def("forget", &StepLog::forget)
       .def("newest", &StepLog::newest, py::arg("wait"))

@@ -1,5 +1,5 @@
 #pragma once
-// Parameters of one device and rule that have state, and the slots that hold all their tensors.
+// The parameters with state of one device and rule, and the slots that hold all their tensors.
 #include <memory>
 
 #include "torch/muon/row_norms.h"
@@ -9,9 +9,10 @@ namespace amp_mp {
 
 class Bucket {
  public:
-  // Makes the missing state, and brings the rest to where the parameters are now; the slots check
-  // every tensor. own_keys: the entries of param_groups that are the optimizer's, a set; a script's
-  // own are not read. Raises ValueError or TypeError naming the parameter. Needs the GIL, as all.
+  // Makes the missing state, and moves the other state to where the parameters are now; the slots
+  // check every tensor. own_keys: a set of the param_groups' entries that are the optimizer's;
+  // others are not read. ValueError or TypeError names the parameter. Everything here needs the
+  // GIL.
   Bucket(Layout rule, const at::Device& device, std::vector<Member> members,
          const py::object& own_keys);
 
@@ -22,19 +23,19 @@ class Bucket {
 
   // Whether the state and the groups hold the objects that the slots were made of, and these fit.
   bool is_current(const Layouts& rules, const py::list& groups) const;
-  // As is_current; false also where a parameter's state was deleted or replaced.
+  // As is_current, and whether each parameter still has the same dict of state.
   bool is_of(const py::dict& states, const Layouts& rules, const py::list& groups) const;
 
   // The numbers of the param_groups, one for each group and shape of matrices.
   std::vector<HyperTensors> hypers(const py::list& groups) const;
 
-  // Of a rule with directions: what turns them into updates; else None.
+  // The function that turns a rule's directions into updates; None for a rule without directions.
   const py::object& make_updates() const { return make_updates_; }
-  // Of a rule with numbers of rows: what normalises the updates afterwards; else it is empty.
+  // Normalises the updates afterwards if the rule keeps numbers of rows; else it is empty.
   const muon::RowNorms& row_norms() const { return row_norms_; }
 
  private:
-  // Numbers that some members share: those of a group, and of matrices of a shape.
+  // The numbers that members of one group with matrices of one shape share.
   struct Kind {
     int64_t group;
     std::pair<int64_t, int64_t> shape;
@@ -53,9 +54,9 @@ class Bucket {
   std::vector<Kind> kinds_;
   std::vector<HyperNumber> numbers_;
   Slots slots_;
-  // What was seen, to notice what a script exchanges: the values of these keys in each state, and
-  // of the rule's options in each group. Entries that no state has are left out: each costs a
-  // look-up for every parameter in every step.
+  // The values of these keys in each state, and of the rule's options in each group, when the
+  // bucket was made: is_current compares them. keys_ has no entry that no state has, because each
+  // costs a look-up for every parameter in every step.
   std::vector<py::object> keys_, seen_;
   std::vector<std::pair<int64_t, std::vector<py::object>>> options_;
   py::object make_updates_;

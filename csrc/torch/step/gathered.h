@@ -1,19 +1,20 @@
 #pragma once
-// All of an optimizer's parameters, those with state in buckets; gathered again only where a script
-// has exchanged something since. Everything here needs the GIL.
+// All of an optimizer's parameters, those with state in buckets. A step gathers them again only if
+// a script has exchanged something. Everything here needs the GIL.
 #include "torch/step/bucket.h"
 
 namespace amp_mp {
 
 class Gathered {
  public:
-  // Makes the missing state. hooks: optim/step/stepper.py, Hooks. Raises RuntimeError where state
-  // cannot be made now: while a CUDA graph is captured, and in torch.inference_mode.
+  // Makes the missing state. hooks: optim/step/stepper.py, Hooks. RuntimeError if state is missing
+  // while a CUDA graph is captured or in torch.inference_mode.
   Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
            const py::object& hooks);
 
   const std::vector<std::shared_ptr<Bucket>>& buckets() const { return buckets_; }
-  // What adds statistics over processes; None where no other process has a part of anything.
+  // Adds statistics over processes (optim/step/stepper.py, make_whole); None if no other process
+  // has a part of a parameter.
   const py::object& whole() const { return whole_; }
 
   // Whether gathering again would find the same tensors in the same places.

@@ -1,5 +1,5 @@
 #pragma once
-// The Statistics that one read of tensors has found. On CUDA they are first left per span; the
+// The Statistics of tensors, from one read. On CUDA they are first the statistics of spans; the
 // step's first kernel adds the spans, or rows() does if it is called before the step.
 #include "torch/checks.h"
 #include "torch/device.h"
@@ -30,7 +30,7 @@ class Measurement {
  private:
   at::Tensor rows_, sums_;  // sums: memory of SpanSums, undefined once the spans are added
   int64_t count_;
-  void* stream_ = nullptr;  // that the memory is of
+  void* stream_ = nullptr;  // on which the memory was allocated
 };
 
 }  // namespace amp_mp

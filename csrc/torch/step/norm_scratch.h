@@ -1,5 +1,5 @@
 #pragma once
-// What rules that need norms of whole tensors read and write besides the slots' arrays.
+// The memory, besides the slots' arrays, of rules that need norms of whole tensors.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -16,7 +16,8 @@ class NormScratch {
   NormInputs inputs;
   Measurement* weights = nullptr;  // of the masters
 
-  // `known`: statistics of the masters that need not be measured. `plan` must outlive this object.
+  // `known`: the masters' statistics, if they are measured already. `plan` must outlive this
+  // object.
   NormScratch(Slots& slots, const std::vector<Slot>& plan, Statistics* grads, Measurement* known,
               const SumUpdates& sum_updates, const at::Device& device)
       : slot_count_(slots.size()), plan_(plan), sum_updates_(sum_updates) {

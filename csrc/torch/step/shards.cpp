@@ -18,7 +18,7 @@ struct Names {
 };
 
 const Names& names_of_attributes() {
-  static const Names& names = *new Names;
+  static const Names& names = *new Names;  // leaked, since the interpreter may end before
   return names;
 }
 
@@ -35,7 +35,7 @@ bool placed_alike(py::handle a, py::handle b) {
          attribute(one, name.mesh).equal(attribute(other, name.mesh));
 }
 
-// The shard of a DTensor. One that a collective is still filling is waited for.
+// The shard of a DTensor; waits for a collective that is still filling it.
 at::Tensor shard_of(py::handle dtensor) {
   py::object shard = attribute(dtensor, names_of_attributes().local);
   TORCH_CHECK_TYPE(is_tensor(shard), "amp_mp: a DTensor's shard is not a tensor");
@@ -88,8 +88,7 @@ void Shards::find_gradients() {
     if (placed_alike(grad, own.dtensor)) {
       gradients_[i] = shard_of(grad);
     } else {
-      const py::object gradient = package("sharding.gradients").attr("local_gradient");
-      gradients_[i] = local_of(gradient(own.dtensor, own.name));
+      gradients_[i] = package().local_gradient(own.dtensor, own.name);
     }
   }
   found_ = true;

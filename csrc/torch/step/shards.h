@@ -8,8 +8,8 @@
 
 namespace amp_mp {
 
-// A DTensor as Python holds it, null for a plain parameter, and what messages call it. A second
-// at::Tensor of one would keep model.to() from exchanging its contents
+// A DTensor as a Python object, null for a plain parameter, and its name for messages. Never a
+// second at::Tensor of it: model.to() could not exchange its contents then
 // (torch.utils.swap_tensors).
 struct Shard {
   py::object dtensor;
@@ -19,7 +19,7 @@ struct Shard {
 class Shards {
  public:
   Shards() = default;
-  // One for each parameter. Needs the GIL, as all functions that say so.
+  // One for each parameter. Needs the GIL.
   explicit Shards(std::vector<Shard> own);
 
   bool any() const { return !indices_.empty(); }
@@ -29,9 +29,9 @@ class Shards {
   // Whether each DTensor's shard still is the very object in `params`. Needs the GIL.
   bool are(const Tensors& params) const;
 
-  // Looks up the gradients of the next step; one that is placed otherwise than its parameter is
-  // redistributed, in which all processes of its mesh take part. TypeError for a gradient that is
-  // no DTensor. Needs the GIL.
+  // Looks up the gradients of the next step. One with another placement than its parameter is
+  // redistributed, a collective of all processes of its mesh. TypeError for a gradient that is no
+  // DTensor. Needs the GIL.
   void find_gradients();
 
   // Raises unless the gradients of the next step are known.

@@ -1,5 +1,7 @@
 #include "torch/step/slots.h"
 
+#include <c10/util/hash.h>
+
 #include "torch/casting/kept_casts.h"
 #include "torch/device.h"
 #include "torch/muon/orthogonalise.h"
@@ -49,11 +51,11 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
   f(own.clock);
 }
 
-uint64_t Slots::shape_of(const at::Tensor& param) {
-  auto mixed = uint64_t(param.scalar_type()) * 31 + uint64_t(param.device().index());
-  for (int64_t d = 0; d < param.dim(); ++d)
-    mixed = (mixed * 31 + uint64_t(param.size(d))) * 31 + uint64_t(param.stride(d));
-  return mixed;
+size_t Slots::shape_of(const at::Tensor& param) {
+  size_t hash = c10::hash_combine(size_t(param.scalar_type()), size_t(param.device().index()));
+  for (const at::IntArrayRef numbers : {param.sizes(), param.strides()})
+    for (const int64_t number : numbers) hash = c10::hash_combine(hash, size_t(number));
+  return hash;
 }
 
 void Slots::remember() {
@@ -130,7 +132,7 @@ void Slots::prefetch(int64_t near, int64_t far) const {
   if (far < size()) for_each_tensor(far, prefetch_impl);
 }
 
-// Checks the tensors again whose memory has moved.
+// Checks all tensors again if the memory of one has moved.
 void Slots::follow_memory() {
   size_t at = 0;
   bool moved = false;

@@ -16,25 +16,25 @@ namespace amp_mp {
 // What a step reads and writes of one parameter.
 struct SlotTensors {
   at::Tensor param;  // of a DTensor the shard on this process
-  // What the parameter and a second tensor together are the master by (core/splits.h): a float32
-  // master, or int16 or int8 remainders; undefined if the rule updates the parameter itself.
+  // The tensor that makes the parameter a master (core/splits.h): a float32 master, or int16 or
+  // int8 remainders; undefined if the rule updates the parameter itself.
   at::Tensor master;
-  std::vector<ArrayTensors> states;  // those of the rule; rest: scales of a state in groups
+  std::vector<ArrayTensors> states;  // the rule's; rest: scales of a state in groups
   bool stochastic = false;           // round a parameter without master stochastically
   at::Tensor clock;                  // float64 of 4 elements (core/rules/base.h, Clock)
   int64_t group = 0;                 // index into the step's hypers
   int64_t tensor_index = 0;          // for random bits: which tensor this is
   Origin origin = {};                // for random bits: where a shard is in the whole tensor
   std::string name;                  // for messages
-  py::object dtensor = {};           // whose shard the parameter is; null for a plain parameter
-  Bits bits = {};                    // whose second tensor the master is; null without a master
-  std::weak_ptr<WeightChanges> changes = {};  // that each step notes
+  py::object dtensor = {};           // the DTensor of this shard; null for a plain parameter
+  Bits bits = {};                    // have the master as second tensor; null without a master
+  std::weak_ptr<WeightChanges> changes = {};  // which each step notes
 };
 
 class Slots {
  public:
-  // By ascending groups, all on the device: without parameters a step on a CUDA device still needs
-  // it. Needs the GIL.
+  // Parameters by ascending groups, all on the device, which a step needs even without parameters.
+  // Needs the GIL.
   Slots(std::vector<SlotTensors> own, const at::Device& device);
 
   int64_t size() const { return int64_t(own_.size()); }
@@ -48,11 +48,11 @@ class Slots {
   // was made, and its master; and every DTensor the same shard. plan() relies on it. Needs the GIL.
   bool fit() const;
 
-  // Once before each step, and before its measuring: looks up the gradients of the DTensors, as
-  // Shards::find_gradients says. drop_gradients: where no step follows.
+  // Call find_gradients once before each step, also before measuring for it: it looks up the
+  // DTensors' gradients (Shards::find_gradients). Call drop_gradients if no step follows.
   void find_gradients() { shards_.find_gradients(); }
   void drop_gradients() { shards_.drop_gradients(); }
-  // What plan() checks of them, for a caller that steps several Slots or none.
+  // The checks that plan() makes of gradients, for a caller that steps several Slots or none.
   void check_gradients() const;
 
   // The parameters' current gradients, undefined if a parameter has none.
@@ -68,9 +68,9 @@ class Slots {
   // gradients, empty where there is none. The result is valid until the next call.
   const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 
-  // Call after each plan(). `written`: the step was not skipped, so the version counters of the
-  // parameters advance, of a DTensor and of its shard, and their low bits are theirs. Those of the
-  // states do not: no autograd graph holds a state, and each counter would cost a cache miss.
+  // Call after each plan(). `written`: the step was not skipped. Then the version counters of the
+  // parameters advance, of a DTensor and of its shard, and their low bits get new stamps. Counters
+  // of states do not advance: no autograd graph holds a state, and each would cost a cache miss.
   void finish(bool written);
 
   TableMemory& table_memory() { return table_memory_; }
@@ -81,7 +81,7 @@ class Slots {
   void check() const;
   void check_gradient(int64_t i, const at::Tensor& grad) const;
   Array master_of(size_t i) const;
-  // The one place that knows where gradients come from.
+  // Nothing else reads a gradient from its parameter.
   const at::Tensor& gradient(size_t i) const {
     return shards_.has(i) ? shards_.gradient(i) : own_[i].param.grad();
   }
@@ -89,27 +89,27 @@ class Slots {
   void remember();
   void find_copies(bool captured);
   void find_changes(bool captured);
-  bool writes_copy(size_t i) const;  // of a float32 parameter, beside the parameter itself
+  bool writes_copy(size_t i) const;  // whether the step writes a cached cast beside the parameter
   void prefetch(int64_t near, int64_t far) const;
-  static uint64_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
+  static size_t shape_of(const at::Tensor& param);  // a hash of what fit() compares
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 
   std::vector<SlotTensors> own_;
-  Tensors params_;                               // of own_
+  Tensors params_;                               // own_[i].param
   std::vector<Bits> bits_;                       // null without a master
-  std::vector<const c10::TensorImpl*> masters_;  // what each of bits_ has shown
+  std::vector<const c10::TensorImpl*> masters_;  // the second tensors of bits_
   Shards shards_;
   at::Device device_;
-  // What check() has seen, to notice tensors whose memory has moved since.
-  std::vector<uint64_t> shapes_;     // of every parameter
+  // Of the last check(), to notice tensors whose memory has moved.
+  std::vector<size_t> shapes_;       // shape_of every parameter
   std::vector<const void*> memory_;  // of every tensor
-  std::vector<Slot> slots_;          // of every parameter, with the last step's gradient
-  std::vector<Slot> chosen_;         // those of a step, where not all of slots_ as they are
-  std::vector<bool> has_gradient_;   // of every parameter, in the current step
+  std::vector<Slot> slots_;          // one for each parameter, with the last step's gradient
+  std::vector<Slot> chosen_;         // a step's slots, if they are not slots_ unchanged
+  std::vector<bool> has_gradient_;   // one for each parameter, in the current step
   Tensors copies_;                   // cached casts that the current step writes
   uint64_t watched_;                 // watched_so_far() when the parameters' notes were looked up
-  std::vector<std::shared_ptr<WeightChanges>> noted_;  // those that the current step writes
+  std::vector<std::shared_ptr<WeightChanges>> noted_;  // which the current step writes
   TableMemory table_memory_;
   int64_t moves_ = 0;
 };

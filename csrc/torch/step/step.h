@@ -21,9 +21,9 @@ struct ScaleUpdateTensors {
   int64_t growth_interval;
 };
 
-// What a verdict is decided from besides statistics (plan.h, DecideInputs): scale and found_inf are
-// float32 tensors of one element on the verdict's device, history is the float64 [4] of a limit
-// that has one (core/norm_limit.h).
+// What decides a verdict besides statistics (plan.h, DecideInputs). scale and found_inf are float32
+// tensors of one element on the verdict's device; history is float64 [4], for a limit that has one
+// (core/norm_limit.h).
 struct DecideTensors {
   std::optional<at::Tensor> scale, found_inf;
   double max_norm = 0;
@@ -36,35 +36,36 @@ struct DecideTensors {
 // Memory for a verdict, float64 [5] (core/decide.h, Verdict).
 at::Tensor new_verdict(const at::Device& device);
 
-// A verdict on the device. totals: rows of statistics, of which the last of each counts, one tensor
-// for each device; empty where nothing was measured.
+// A verdict on the device. totals: one tensor of statistics for each device, whose last row is the
+// total; empty if nothing was measured.
 at::Tensor decide_on(const at::Device& device, const Tensors& totals, const DecideTensors& inputs);
 
 // What a step calls between its two halves.
 struct StepCallbacks {
-  // LAMB: takes float64 [n, 9], three statistics of the updates of n slots (plan.h, NormInputs),
-  // zeros for a slot without a gradient, and returns the same of whole tensors, of which slots may
-  // be shards.
+  // For LAMB. rows: float64 [n, 9], three statistics of each of n slots' updates (plan.h,
+  // NormInputs), zeros for a slot without a gradient. A slot may be a shard; returns the statistics
+  // of the whole tensors.
   std::function<at::Tensor(const at::Tensor& rows)> sum_updates;
-  // A rule with directions (Muon): takes these, bfloat16 [elements of all slots], slot after slot,
-  // each in its weight's order in memory, zeros for a slot without a gradient. Returns the updates
-  // in the same places; the tensor may be the one that it was given.
+  // For a rule with directions (Muon). directions: bfloat16 [elements of all slots], slot after
+  // slot, each in its weight's order in memory, zeros for a slot without a gradient. Returns the
+  // updates in the same places, in the same tensor or another.
   std::function<at::Tensor(const at::Tensor& directions)> make_updates;
-  // Called after make_updates: NorMuon's second half, in place. has_gradient: of each slot.
+  // Called after make_updates, for NorMuon: changes the updates in place. has_gradient: one for
+  // each slot.
   std::function<void(const at::Tensor& updates, const at::Tensor& verdict,
                      const std::vector<bool>& has_gradient)>
       normalise = {};
 };
 
-// What a step of slots is decided from, and what it calls.
+// What a step of slots decides by, and what it calls.
 struct ApplyInputs {
-  // Without it the verdict is given.
+  // Null if the verdict is decided already.
   const DecideTensors* decides = nullptr;
-  // Rules that use norms, and decisions that depend on the gradients, need statistics: those of
-  // measure(slots), or `measures`, to read the gradients here.
+  // Rules with norms, and decisions that depend on gradients, need statistics: the result of
+  // measure(slots); or `measures`, and the step reads the gradients.
   Measurement* found = nullptr;
   bool measures = false;
-  // The statistics of the masters, which rules that need their norms else read here.
+  // The masters' statistics; null if the step is to read the masters, for a rule that needs norms.
   Measurement* weights = nullptr;
   StepCallbacks callbacks = {};
 };
@@ -79,8 +80,8 @@ template <class Rule>
 void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
             const ApplyInputs& given);
 
-// Updates a scale after a step. found_inf: float64 of one element; max_abs: the same, for policies
-// that use it; both on the scale's device.
+// Updates a scale after a step. found_inf and, for policies that use it, max_abs: float64 of one
+// element on the scale's device.
 void update_scale_(const ScaleUpdateTensors& update, const at::Tensor& found_inf,
                    const std::optional<at::Tensor>& max_abs, StepReports* reports);
 

@@ -38,9 +38,10 @@ at::Tensor StepLog::decide(const at::Device& device, const Tensors& totals,
   return verdict;
 }
 
-void StepLog::add(const at::Tensor& verdict, bool measured) {
+void StepLog::add(const at::Tensor& verdict, bool measured, bool scale_updated) {
   verdict_ = verdict;
   measured_ = measured;
+  scale_updated_ = scale_updated;
   ++count_;
   if (reports_ || !verdict.is_cpu()) return;
   const double found = verdict_on_cpu(verdict).found_inf;

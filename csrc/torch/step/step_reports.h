@@ -27,8 +27,8 @@ class StepReports {
   void count_decision();
 
   // The newest decision that has reached the host, or nullopt; `seal` counts decisions from 1. With
-  // wait: the newest that has been queued, after waiting for its stream if necessary; once a graph
-  // holds a decision, for the whole device, since replays may be on any stream.
+  // `wait` the newest in the queue: waits for its stream or, once a graph holds a decision, for the
+  // whole device, since replays may be on any stream.
   std::optional<StepReport> newest(bool wait) const;
 
  private:

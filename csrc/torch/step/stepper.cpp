@@ -25,9 +25,9 @@ Apply operator_named(const std::string& name) {
   return operators.at(name);
 }
 
-// A Python function of one tensor as one of the step's callbacks. `function` must outlive it.
-// An interrupt (no Exception) in it goes to `kept`, where that is given, and the function runs
-// again: the first pass has written the momentum by then, so the step is finished before the raise.
+// A Python function of one tensor as one of the step's callbacks; `function` must outlive it. If an
+// interrupt ends the function, it goes to `kept`, unless that is null, and the function runs again:
+// the step has already written the momentum, and must be finished before the interrupt is raised.
 std::function<at::Tensor(const at::Tensor&)> callback(const py::object& function, Interrupt* kept) {
   if (function.is_none()) return {};
   return [&function, kept](const at::Tensor& given) {
@@ -42,14 +42,18 @@ std::function<at::Tensor(const at::Tensor&)> callback(const py::object& function
   };
 }
 
-// One thread at a time: a step releases the GIL. Waits without the GIL, which the other thread
-// needs.
+// A step releases the GIL, so another thread may begin one: it waits here, without the GIL, which
+// the first thread needs to finish.
 std::unique_lock<std::recursive_mutex> turn(std::recursive_mutex& busy) {
   std::unique_lock lock(busy, std::try_to_lock);
   if (lock.owns_lock()) return lock;
   const py::gil_scoped_release release;
   lock.lock();
   return lock;
+}
+
+double norm_to_clip_to(const StepInputs& given, const StepOptions& options) {
+  return given.max_norm && *given.max_norm != 0 ? *given.max_norm : options.max_norm;
 }
 
 }  // namespace
@@ -60,7 +64,7 @@ py::dict Measured::totals() const {
     const at::Tensor& rows = this->found[i]->rows();
     at::Tensor total = rows.select(0, rows.size(0) - 1);
     const py::object device = py::cast(of->buckets()[i]->device());
-    if (found.contains(device)) {  // of another rule: [sum of squares, largest |g|, inf and NaN]
+    if (found.contains(device)) {  // a bucket of another rule: [sum of squares, largest |g|, count]
       const at::Tensor both = at::stack({py::cast<at::Tensor>(found[device]), total});
       total = both.sum(0);
       total.select(0, 1).copy_(both.select(1, 1).max());
@@ -82,7 +86,9 @@ std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& 
 
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   ApplyInputs given, const py::object& sum_updates, Interrupt* kept) {
-  if (is_capturing(bucket.device()))  // nobody knows how long the graph will live
+  // Leaked: replays of the graph read and write this pinned memory, and the graph, which the host
+  // cannot see end, does not own it. Freed, it would be another tensor's in the middle of a replay.
+  if (is_capturing(bucket.device()))
     for (const Member& member : bucket.members())
       for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
         if (is_tensor(value) && is_on_host(local_of(value))) new at::Tensor(local_of(value));
@@ -94,7 +100,8 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
   apply(bucket.slots(), hypers, verdict, given);
 }
 
-// Before the tensors that a CUDA graph keeps are left to it alone: the host sees no replay.
+// Call it before the optimizer lets go of tensors that a CUDA graph has captured: replays go on
+// with these, and the host does not notice a replay.
 void Stepper::warn_of_graph() {
   if (std::exchange(captured_, false)) hooks_.attr("warn_of_graph")();
 }
@@ -113,8 +120,8 @@ void Stepper::forget() {
 
 const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const py::list& rules,
                                                  const py::list& groups, const py::dict& states) {
-  // A model that goes on this process alone changes the number here alone. The tensors are the
-  // same: measuring them again would leave the other processes without a partner.
+  // Only a look at the modules, no new gathering: if a model is deleted on this process alone, the
+  // number changes here alone, and gathering would begin collectives that no other process joins.
   const int64_t sharded = count_sharded_modules();
   if (!gathered_ || !gathered_->is_current(layouts, groups, states)) {
     hooks_.attr("check")(rules, groups, captured_);
@@ -161,15 +168,15 @@ std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list
   const auto own = turn(busy_);
   gather(layouts_of(rules), rules, groups, states);
   const std::shared_ptr<Measured> found = measured(read);
-  // There may be no step, and zero_grad should free them.
+  // No step may follow, and zero_grad must be able to free the gradients.
   for (const auto& bucket : gathered_->buckets()) bucket->slots().drop_gradients();
   return found;
 }
 
 py::object Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
-                         StepInputs& given, const py::object& read) {
+                         const StepInputs& given, const StepOptions& options,
+                         const py::object& read) {
   const auto own = turn(busy_);
-  given.scale_updated = false;
   const Layouts layouts = layouts_of(rules);
   const std::shared_ptr<Gathered> gathered = gather(layouts, rules, groups, states);
   const auto& buckets = gathered->buckets();
@@ -179,11 +186,12 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   const at::Device device = buckets.empty() ? at::Device(at::kCPU) : buckets[0]->device();
   const bool one_device = std::all_of(buckets.begin(), buckets.end(),
                                       [&](const auto& each) { return each->device() == device; });
-  const bool measures = given.measure || given.checks || given.norm_to_clip_to() > 0 ||
+  const double max_norm = norm_to_clip_to(given, options);
+  const bool measures = given.measure || options.checks || max_norm > 0 ||
                         std::any_of(layouts.begin(), layouts.end(),
                                     [](const Layout& each) { return each->is_layerwise(); });
   std::shared_ptr<Measured> known = given.measured;
-  // Masters may have been written since another call has read them.
+  // Scripts may have written masters since their norms were read.
   const bool stale = !whole.is_none() && gathered->needs_norms();
   if (!known || known->of != gathered || stale) {
     const bool alone = one_bucket && whole.is_none() && read.is_none();
@@ -197,11 +205,10 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   const bool scale_is_here = is_tensor(given.scale) && tensor_of(given.scale).device() == device;
   const bool updates_scale = given.scale_update && scale_is_here && one_device;
   DecideTensors inputs = {scalar_on(device, given.scale), scalar_on(device, given.found_inf),
-                          given.norm_to_clip_to(), updates_scale ? given.scale_update : nullptr,
+                          max_norm, updates_scale ? given.scale_update : nullptr,
                           log_.reports_on(device)};
-  inputs.limit = {
-      .fixed = given.norm_limit, .sigmas = given.spike.first, .window = given.spike.second};
-  if (given.spike.second > 0) inputs.history = log_.history_on(device);
+  inputs.limit = options.limit;
+  if (options.limit.window > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;
   if (one_bucket) {
     verdict = log_.verdict_on(device);
@@ -212,7 +219,8 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
     verdict = decide_on(device, totals, inputs);
   }
   Interrupt interrupt;
-  // Other processes would wait for collectives that run a second time here alone.
+  // With other processes the functions must not run again: they have collectives, and the others
+  // would not take part a second time.
   Interrupt* const kept = whole.is_none() ? &interrupt : nullptr;
   for (size_t i = 0; i < buckets.size(); ++i) {
     Bucket& bucket = *buckets[i];
@@ -234,10 +242,9 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   }
   moves_ = moves;
   const bool seen = known ? !known->found.empty() : measures && one_bucket;
-  log_.add(verdict, seen);
+  log_.add(verdict, seen, updates_scale);
   if (interrupt) throw *interrupt;
   const bool may_skip = seen || !given.found_inf.is_none();
-  given.scale_updated = updates_scale;
   return may_skip ? log_.skipped() : py::none();
 }
 

@@ -16,11 +16,13 @@ TableMemory::Held TableMemory::prepare(int64_t rows, int64_t groups, const at::D
   const int64_t bytes = cuda::table_bytes(rows, groups);
   const auto is_as_wanted = [&] { return memory_.defined() && !write(table(), true); };
   if (is_capturing(device)) {
-    // What is uploaded here is uploaded in replays, after steps that the host cannot know. A graph
-    // reads a table that is right already, which then stays as it is, or fills one of its own.
+    // Each replay repeats an upload that the graph has captured, after steps that the host cannot
+    // know. So a graph reads a table that is right already, and nothing writes that table again; or
+    // it fills a table of its own.
     Held held;
     if (is_as_wanted()) {
-      if (!is_read_by_graph_) new at::Tensor(memory_);  // nobody knows how long the graph will live
+      // Leaked: replays read this memory, and the host cannot know when the last one has run.
+      if (!is_read_by_graph_) new at::Tensor(memory_);
       is_read_by_graph_ = true;
       held.table = table();
       return held;
@@ -39,7 +41,8 @@ TableMemory::Held TableMemory::prepare(int64_t rows, int64_t groups, const at::D
     is_read_by_graph_ = false;
   }
   if (stream_ != current_stream(device)) used_on_current_stream(memory_);
-  // If an upload is refused, nobody knows what the memory holds.
+  // If an upload fails, the memory holds anything: memory_ stays undefined, and a step makes
+  // another.
   at::Tensor memory = std::move(memory_);
   memory_.reset();
   const cuda::StepTable wanted = {data_of<char>(memory), mirror_.data(), rows, groups};

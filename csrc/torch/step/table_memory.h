@@ -1,6 +1,6 @@
 #pragma once
-// The device memory that a CUDA step's table (cuda/passes.h, StepTable) is in, kept from one step
-// to the next: a step uploads what has changed since.
+// The device memory of a CUDA step's table (cuda/passes.h, StepTable), kept from one step to the
+// next: a step uploads what has changed.
 #include <functional>
 #include <vector>
 
@@ -16,7 +16,8 @@ class TableMemory {
     at::Tensor memory;
     std::vector<char> mirror;
   };
-  // Uploads what differs from the table's mirror, or only asks; returns whether anything differs.
+  // Uploads what differs from the table's mirror, unless it only asks; returns whether anything
+  // differs.
   using Write = std::function<bool(const cuda::StepTable& table, bool only_asks)>;
 
   // The table for a step on the device's current stream. rows and groups are the same in each call.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,3 +147,22 @@ def test_a_state_that_is_refused_stays() -> None:
     with pytest.raises(TypeError, match="must be float16 or bfloat16"):
         _C.set_master("float32", torch.zeros(4), state, torch.ones(4))
     assert list(state) == ["master"]
+
+
+@pytest.mark.slow
+def test_the_library_without_the_package_says_that_its_python_functions_are_missing() -> None:
+    code = f"""
+import importlib.util, torch
+spec = importlib.util.spec_from_file_location("_C", {_C.__file__!r})
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+native.has_groups(torch.zeros(2, 32).as_subclass(type("Other", (torch.Tensor,), {{}})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "RuntimeError: amp_mp: the native library needs a Python function" in done.stderr
+
+
+def test_no_python_function_may_be_missing() -> None:
+    with pytest.raises(KeyError, match="is_dtensor"):
+        _C.bind_python(like=None)

@@ -36,7 +36,7 @@ class Passes:
         if outermost != self._outermost:
             self.forget()
             self._outermost = outermost
-            self._nests = any(calls_backward(kind) for kind in _C.python_functions())
+            self._nests = any(calls_backward(kind) for kind in _C.autograd_functions())
             if outermost >= 0:
                 at_end_of_backward(self.forget)
         if not self._nests:

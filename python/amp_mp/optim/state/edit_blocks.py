@@ -39,7 +39,7 @@ class MasterBlocks:
     """The blocks of an optimizer's `masters` that have not ended."""
 
     def __init__(self) -> None:
-        self.open: list[_C.EditedMasters] = []
+        self.open: list[_C.EditBlock] = []
 
     def refuse(self, what: str) -> None:
         """Raises RuntimeError inside of a block."""
@@ -56,7 +56,7 @@ class MasterBlocks:
             params = [param for group in groups for param in _C.params_of(group)]
         paths, nest = tree_flatten_with_path(_listed(params))
         own = [(f"params{keystr(path)}", leaf) for path, leaf in paths]
-        block = _C.EditedMasters(rules, groups, state, own, self.open)
+        block = _C.EditBlock(rules, groups, state, own, self.open)
         refuse_swapped((leaf for _, leaf in own), "masters()")
         masters = tree_unflatten(block.masters, nest)
         try:

@@ -1,4 +1,4 @@
-#include "torch/state/edited_masters.h"
+#include "torch/state/edit_block.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -23,9 +23,8 @@ at::Tensor values_in(const py::object& edited) { return local_of(edited).detach(
 
 }  // namespace
 
-EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, const py::dict& states,
-                             const Named& params,
-                             const std::vector<std::shared_ptr<EditedMasters>>& open)
+EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::dict& states,
+                     const Named& params, const std::vector<std::shared_ptr<EditBlock>>& open)
     : states_(states) {
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
               "masters() inside of torch.inference_mode(), whose tensors have no version counters; "
@@ -65,12 +64,12 @@ EditedMasters::EditedMasters(const py::list& rules, const py::list& groups, cons
   for (const auto& [name, param] : params) masters_.append(edits_[places[param.ptr()]].values);
 }
 
-at::Tensor EditedMasters::beside(const Edit& edit) const {
+at::Tensor EditBlock::beside(const Edit& edit) const {
   if (!edit.has_master) return {};
   return master_beside(edit.member.local, state_in(states_, edit.member.param));
 }
 
-at::Tensor EditedMasters::read(const Edit& edit) const {
+at::Tensor EditBlock::read(const Edit& edit) const {
   const at::NoGradGuard no_grad;
   const py::object& param = edit.member.param;
   const at::Tensor weight = local_of(param).detach();
@@ -82,25 +81,25 @@ at::Tensor EditedMasters::read(const Edit& edit) const {
   return found.defined() ? found : copy_as(weight, at::kFloat, weight);
 }
 
-at::Tensor EditedMasters::changes(const Edit& edit) const {
+at::Tensor EditBlock::changes(const Edit& edit) const {
   const at::Tensor before = read(edit);
   return values_in(edit.values).view(at::kInt).ne(before.view(at::kInt));
 }
 
-// On a CPU the bits tell. Elsewhere a version counter does, so that the host does not wait, and
-// what `.data` has written is stored uncounted. Only where there is no state yet, which must not be
-// made in vain, do the bits tell there, too.
-bool EditedMasters::is_written(const Edit& edit, const at::Tensor& changed) const {
+// On a CPU the bits say it. On a CUDA device the version counter does, so that the host does not
+// wait; writes through `.data` are stored all the same, and no counter advances. If there is no
+// state yet, the bits say it there too: state must not be made for nothing.
+bool EditBlock::is_written(const Edit& edit, const at::Tensor& changed) const {
   if (changed.is_cpu()) return changed.any().item<bool>();
   if (!edit.before.is_still(local_of(edit.values))) return true;
   return needs_state(edit) && changed.any().item<bool>();
 }
 
-bool EditedMasters::needs_state(const Edit& edit) const {
+bool EditBlock::needs_state(const Edit& edit) const {
   return edit.has_master && !beside(edit).defined();
 }
 
-void EditedMasters::check(const Edit& edit) const {
+void EditBlock::check(const Edit& edit) const {
   const at::Tensor local = local_of(edit.member.param);
   const std::string& label = edit.member.label;
   TORCH_CHECK(edit.weight.is_still(local) && edit.beside.is_still(beside(edit)), label,
@@ -115,10 +114,10 @@ void EditedMasters::check(const Edit& edit) const {
               "stored");
 }
 
-void EditedMasters::store() {
+void EditBlock::store() {
   const at::NoGradGuard no_grad;
   for (const Edit& edit : edits_) check(edit);
-  for (Edit& edit : edits_) {  // making state may raise, so it comes before anything is stored
+  for (Edit& edit : edits_) {  // first: making state may raise, and nothing is stored yet
     if (!needs_state(edit) || !is_written(edit, changes(edit))) continue;
     const std::vector<Member> alone = {edit.member};
     refuse_new_state(alone);
@@ -131,7 +130,7 @@ void EditedMasters::store() {
   for (Edit& edit : edits_) store(edit);
 }
 
-void EditedMasters::store(Edit& edit) const {
+void EditBlock::store(Edit& edit) const {
   const at::Tensor weight = edit.member.local.detach(), values = values_in(edit.values);
   const at::Tensor changed = changes(edit);
   const bool written = is_written(edit, changed);
@@ -151,7 +150,7 @@ void EditedMasters::store(Edit& edit) const {
   } else {
     const py::dict state = state_in(states_, edit.member.param);
     const Bits bits = low_bits_of(edit.member.param);
-    // Asked before the master follows a parameter of another layout, as another tensor.
+    // Before follow_master: it makes another tensor if the parameter has another layout now.
     const bool shown = bits && bits->shows(beside(edit));
     follow_master(edit.member.param, weight, state);
     const at::Tensor second = master_beside(weight, state);
@@ -169,14 +168,14 @@ void EditedMasters::store(Edit& edit) const {
   if (edited) edited->stepped(param, local_of(edit.member.param));
 }
 
-void bind_edited_masters(py::module_& m) {
-  py::class_<EditedMasters, std::shared_ptr<EditedMasters>>(m, "EditedMasters")
-      .def(py::init<const py::list&, const py::list&, const py::dict&, const EditedMasters::Named&,
-                    const std::vector<std::shared_ptr<EditedMasters>>&>(),
+void bind_edit_block(py::module_& m) {
+  py::class_<EditBlock, std::shared_ptr<EditBlock>>(m, "EditBlock")
+      .def(py::init<const py::list&, const py::list&, const py::dict&, const EditBlock::Named&,
+                    const std::vector<std::shared_ptr<EditBlock>>&>(),
            py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"),
            py::arg("open"))
-      .def_property_readonly("masters", &EditedMasters::masters)
-      .def("store", py::overload_cast<>(&EditedMasters::store));
+      .def_property_readonly("masters", &EditBlock::masters)
+      .def("store", py::overload_cast<>(&EditBlock::store));
 }
 
 }  // namespace amp_mp

@@ -1,16 +1,17 @@
-// Apex's LARC: each gradient times the ratio of its layer, before any optimizer's step.
+// Apex's LARC, for wrappers/larc.py: each gradient times its layer's ratio, before any optimizer's
+// step.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include "cpu/kernels.h"
-#include "torch/apex/amp_c.h"
-#include "torch/checks.h"
+#include "torch/bind.h"
+#include "torch/python/unpack.h"
 
-namespace amp_mp::apex {
+namespace amp_mp {
 namespace {
 
-at::Tensor on(const at::Device& device, const Number& number) {
+at::Tensor on_device(const at::Device& device, const TensorOrNumber& number) {
   if (const auto* tensor = std::get_if<at::Tensor>(&number))
     return tensor->to(device, at::kDouble).squeeze();
   // Filled there: the host does not wait, as it would for a copy.
@@ -28,13 +29,13 @@ void adapt_(const at::Tensor& grad, const at::Tensor& weight, float inverse, flo
   bump_version(grad);
 }
 
-// Changes gradients as LARC does (wrappers/larc.py), in place, without waiting for the device.
-// roots: float64 [n, 4], of which columns 0 and 3 are the 2-norms of gradients and weights. scale:
-// what the gradients carry. Returns the scale that they keep with `keeps`, else an undefined
+// Changes gradients as LARC does, in place, without waiting for the device. roots is float64 [n,
+// 4]; its columns 0 and 3 are the 2-norms of gradients and weights. The gradients carry `scale`.
+// With `keeps` they carry another one afterwards, which is returned; else returns an undefined
 // tensor.
 at::Tensor larc_(const py::sequence& grads, const py::sequence& weights, const at::Tensor& roots,
                  const std::vector<py::dict>& groups, double trust_coefficient, bool clip,
-                 double eps, const std::optional<Number>& scale, bool keeps) {
+                 double eps, const std::optional<TensorOrNumber>& scale, bool keeps) {
   const Tensors own = unpack(grads, "grads"), held = unpack(weights, "weights");
   TORCH_CHECK_VALUE(roots.dim() == 2 && roots.size(1) >= 4 && held.size() == own.size() &&
                         roots.size(0) >= int64_t(own.size()),
@@ -45,7 +46,7 @@ at::Tensor larc_(const py::sequence& grads, const py::sequence& weights, const a
              inverse = at::ones({}, roots.options().dtype(at::kFloat));
   const at::Tensor weight_norms = roots.select(1, 3);
   if (scale) {
-    inverse = on(device, *scale).reciprocal().to(at::kFloat);
+    inverse = on_device(device, *scale).reciprocal().to(at::kFloat);
     grad_norms = grad_norms * inverse;
   }
   // Each tensor's ratio, in float64, and what its weight is multiplied by, in float32.
@@ -57,12 +58,15 @@ at::Tensor larc_(const py::sequence& grads, const py::sequence& weights, const a
     const at::Tensor grad = grad_norms.narrow(0, first, count),
                      weight = weight_norms.narrow(0, first, count);
     first += count;
-    const Number number =
-        group.contains("weight_decay") ? py::cast<Number>(group["weight_decay"]) : Number(0.0);
+    const auto number = group.contains("weight_decay")
+                            ? py::cast<TensorOrNumber>(group["weight_decay"])
+                            : TensorOrNumber(0.0);
     decays_any |= !std::holds_alternative<double>(number) || std::get<double>(number) != 0;
-    const at::Tensor decay = on(device, number), adapts = grad.gt(0).logical_and_(weight.gt(0));
+    const at::Tensor decay = on_device(device, number),
+                     adapts = grad.gt(0).logical_and_(weight.gt(0));
     at::Tensor ratio = weight * trust_coefficient / (grad + decay * weight + eps);
-    if (clip) ratio = (ratio / on(device, py::cast<Number>(group["lr"]))).clamp_max(1);
+    if (clip)
+      ratio = (ratio / on_device(device, py::cast<TensorOrNumber>(group["lr"]))).clamp_max(1);
     ratio_parts.push_back(at::where(adapts, ratio, 1.0));
     decay_parts.push_back(adapts.to(at::kFloat) * decay);
   }
@@ -78,13 +82,14 @@ at::Tensor larc_(const py::sequence& grads, const py::sequence& weights, const a
     ratios = ratios * kept;
   }
   ratios = ratios.to(at::kFloat);
-  // Backwards: what was measured last, and what the step reads first, is still in the cache.
+  // From the last to the first: the cache still has what was measured last, and the step, which
+  // reads the first ones first, then finds these in the cache.
   for (size_t i = own.size(); i-- > 0;) {
     const at::Tensor& grad = own[i];
     if (!grad.defined()) continue;
     const at::Tensor& weight = held[i];
     const auto fits = [&](const at::Tensor& t) {
-      return t.is_cpu() && t.scalar_type() == at::kFloat && is_native(t, device);
+      return t.is_cpu() && t.scalar_type() == at::kFloat && is_native_gradient(t, device);
     };
     if (decays_any && fits(grad) && fits(weight) && same_layout(grad, weight)) {
       adapt_(grad, weight, inverse.item<float>(), decays[int64_t(i)].item<float>(),
@@ -112,4 +117,4 @@ void bind_larc(py::module_& m) {
         arg("trust_coefficient"), arg("clip"), arg("eps"), arg("scale"), arg("keeps"));
 }
 
-}  // namespace amp_mp::apex
+}  // namespace amp_mp

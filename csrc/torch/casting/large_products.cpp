@@ -1,4 +1,4 @@
-#include "torch/casting/product.h"
+#include "torch/casting/large_products.h"
 
 #include "torch/products/products.h"
 

@@ -1,7 +1,7 @@
 #pragma once
-// Which matrix products are faster in low precision on a CPU. oneDNN's bfloat16 product needs 10 us
-// before its first multiplication, and the casts need time too: a small product is up to ten times
-// faster in float32.
+// Which matrix products are so large that they are faster in low precision on a CPU. oneDNN's
+// bfloat16 product needs 10 us before its first multiplication, and the casts need time too: a
+// small product is up to ten times faster in float32. products/sizes.cpp has the table of sizes.
 #include <ATen/core/function_schema.h>
 
 namespace amp_mp::casting {

@@ -1,0 +1,52 @@
+#pragma once
+// The functions of the Python package that native code calls, in rare cases: for DTensors, for
+// parameters that it refuses, and for values that `prepare` has kept. amp_mp/python_functions.py
+// binds them.
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace amp_mp {
+
+// One of them, with the types of its arguments and its result. Needs the GIL.
+template <class Signature>
+struct PythonFunction;
+
+template <class Result, class... Arguments>
+struct PythonFunction<Result(Arguments...)> {
+  py::object function;
+  Result operator()(const Arguments&... arguments) const {
+    return function(arguments...).template cast<Result>();
+  }
+};
+
+struct PythonFunctions {
+  // sharding/shards.py
+  PythonFunction<bool(py::handle tensor)> is_dtensor;
+  PythonFunction<py::object(at::Tensor local, py::handle param,
+                            std::optional<std::vector<int64_t>> shape)>
+      like;
+  PythonFunction<at::Tensor(py::handle value)> whole;
+  PythonFunction<at::Tensor(py::handle value, py::handle param)> part;
+  PythonFunction<at::Tensor(at::Tensor value, py::handle param)> part_of_whole;
+  PythonFunction<bool(py::handle value, py::handle param)> is_placed_as;
+  PythonFunction<std::vector<int64_t>(py::handle tensor)> shards_of;
+  PythonFunction<std::tuple<int64_t, int64_t, int64_t>(py::handle tensor)> origin_of;
+  PythonFunction<std::string(py::handle tensor)> why_foreign;
+  // sharding/gradients.py
+  PythonFunction<at::Tensor(py::handle param, std::string label)> local_gradient;
+  // optim/step/params.py
+  PythonFunction<void(py::handle param, std::string label)> refuse_param;
+  // optim/state/low_bits.py
+  PythonFunction<void(py::handle param)> refuse_lost;
+};
+
+// Those of this process; RuntimeError before they are bound.
+const PythonFunctions& package();
+
+}  // namespace amp_mp

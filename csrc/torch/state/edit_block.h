@@ -1,0 +1,63 @@
+#pragma once
+// A block of `with optimizer.masters(...)`, which edits masters: reads them when it begins, and
+// when it ends stores what a script has written. Everything here needs the GIL.
+#include "torch/state/live_state.h"
+
+namespace amp_mp {
+
+class EditBlock {
+ public:
+  using Named = std::vector<std::pair<std::string, py::object>>;  // names are for messages
+
+  // Reads the masters of these parameters, and changes nothing. open: the optimizer's blocks that
+  // have not ended. TypeError or ValueError for anything but parameters of the groups that a step
+  // can update, RuntimeError for a parameter of an open block, and in torch.inference_mode.
+  EditBlock(const py::list& rules, const py::list& groups, const py::dict& states,
+            const Named& params, const std::vector<std::shared_ptr<EditBlock>>& open);
+
+  // Float32 tensors for the parameters, in their order, placed as they are.
+  const py::list& masters() const { return masters_; }
+
+  // Stores the elements whose bits have changed. All other elements keep the bytes of weight and
+  // master, and all tensors keep their addresses. The version counter of a tensor advances if
+  // elements have changed, on a CUDA device if a script has written the tensor that it got: so the
+  // host does not wait. RuntimeError, before anything is stored, if a parameter or its master was
+  // written or replaced in the block.
+  void store();
+
+ private:
+  // A tensor when the block began.
+  struct Seen {
+    at::Tensor tensor;
+    Stamp stamp;
+    Seen() = default;
+    explicit Seen(const at::Tensor& t) : tensor(t), stamp(t.defined() ? Stamp(t) : Stamp()) {}
+    bool is_still(const at::Tensor& now) const {
+      if (!now.defined() || !tensor.defined()) return now.defined() == tensor.defined();
+      return now.is_same(tensor) && stamp.still(now);
+    }
+  };
+  struct Edit {
+    Member member;
+    py::object values;            // what the script writes
+    bool has_master;              // beside the weight, now or from its first step on
+    bool goes_on;                 // whether other bits have replaced the ones that its state showed
+    Seen weight, beside, before;  // before: the float32 values that were read
+  };
+
+  at::Tensor beside(const Edit& edit) const;
+  at::Tensor read(const Edit& edit) const;
+  // Which elements have other bits now.
+  at::Tensor changes(const Edit& edit) const;
+  bool needs_state(const Edit& edit) const;  // whether storing must make the state first
+  // Whether there are changes, as far as the host knows without waiting for a device.
+  bool is_written(const Edit& edit, const at::Tensor& changed) const;
+  void check(const Edit& edit) const;
+  void store(Edit& edit) const;
+
+  py::dict states_;
+  py::list masters_;
+  std::vector<Edit> edits_;
+};
+
+}  // namespace amp_mp

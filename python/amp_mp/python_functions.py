@@ -1,0 +1,22 @@
+"""Binds the Python functions that the native library calls: csrc/torch/python/functions.h."""
+
+from amp_mp import _C
+from amp_mp.optim.state.low_bits import refuse_lost
+from amp_mp.optim.step.params import refuse_param
+from amp_mp.sharding import shards
+from amp_mp.sharding.gradients import local_gradient
+
+_C.bind_python(
+    is_dtensor=shards.is_dtensor,
+    like=shards.like,
+    whole=shards.whole,
+    part=shards.part,
+    part_of_whole=shards.part_of_whole,
+    is_placed_as=shards.is_placed_as,
+    shards_of=shards.shards_of,
+    origin_of=shards.origin_of,
+    why_foreign=shards.why_foreign,
+    local_gradient=local_gradient,
+    refuse_param=refuse_param,
+    refuse_lost=refuse_lost,
+)
