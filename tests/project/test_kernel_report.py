@@ -6,6 +6,8 @@ benchmarks/kernels/kernel_report.py reads it from ptxas, PTX and nvdisasm.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import kernel_report
@@ -15,6 +17,10 @@ from kernel_report import Kernel, add_code, add_ptx, parse_ptxas, short_name
 from amp_mp.optim.rule import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from build_tools import found  # noqa: E402
+
 FIRST_HALVES = ("moments_kernel", "directions_kernel")
 APPLY = ("apply_kernel", "apply_noting_kernel")
 HOT = (*APPLY, "average_kernel", "compare_kernel", "copy_kernel", "measure_kernel", *FIRST_HALVES)
@@ -111,6 +117,19 @@ def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
         f"{code['wide stores']} wide stores, {stores} are needed": code["wide stores"] < stores,
     }
     return [text for text, is_wrong in found.items() if is_wrong]
+
+
+@pytest.mark.slow
+def test_kernels_have_no_instruction_that_the_oldest_architecture_lacks(tmp_path: Path) -> None:
+    """compare.cu compiles in seconds and includes our own asm; the other tests compile for 9.0."""
+    if (nvcc := kernel_report.find("nvcc")) is None:
+        pytest.skip("no nvcc")
+    oldest = found.ARCHITECTURES[0].replace(".", "")
+    target = f"arch=compute_{oldest},code=sm_{oldest}"
+    command = [nvcc, *kernel_report.FLAGS, "-gencode", target, f"-I{ROOT / 'csrc'}", "-cubin"]
+    command += ["-o", str(tmp_path / "kernels.cubin"), str(ROOT / "csrc/cuda/compare.cu")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
