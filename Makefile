@@ -30,9 +30,10 @@ demo: build
 # Processes that tests start import the package from bytecode, which spares each of them .1 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The site of docs/ and of the docstrings, in build/site; a broken link or reference is an error.
+# The site of docs/ and of the docstrings, in build/site; a broken link or reference is an error. Not with
+# --quiet, which hides warnings from --strict.
 docs: $(SITE)/tools
-	$(SITE)/bin/mkdocs build --quiet --strict
+	$(SITE)/bin/mkdocs build --strict
 
 # Every page and the search in Chromium (apt install chromium), with photographs.
 docs-look: docs
@@ -89,12 +90,12 @@ test-processors: build
 	$(PY) build_tools/test_processors.py --jobs $(JOBS)
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
-# their own with pinned versions (1 GB without CUDA). Prints the table of docs/experiments.md.
+# their own with pinned versions (1 GB without CUDA). Prints the table of docs/benchmarks.md.
 test-zoo: $(ZOO)/built
 	AMP_MP_ZOO=1 $(ZOO)/bin/python -m pytest tests/zoo
 
 # Sharded training on 1, 2 and 4 processes of this machine: every optimizer in every format and layout,
-# 20 long random runs of each layout, all commands of docs/sharded_steps.md. `make test` runs a selection.
+# 20 long random runs of each layout, all commands of docs/distributed.md. `make test` runs a selection.
 test-distributed: build
 	AMP_MP_DISTRIBUTED=1 $(PYTEST) tests/distributed tests/optim/state/test_sharded_state.py \
 	  tests/examples/test_parallel_training.py tests/project/test_distributed_docs.py
@@ -106,7 +107,8 @@ FIRST ?= 2
 test-streams: build
 	$(PY) tests/emulators/random_orders.py --seeds $(SEEDS) --first $(FIRST)
 
-lint: build $(VENV)/linters
+# Compiles nothing: mypy reads the stubs of the native library.
+lint: $(VENV)/linters
 	$(PY) -m ruff check $(PYTHON_DIRS)
 	$(PY) -m ruff format --check $(PYTHON_DIRS)
 	$(PY) -m mypy
@@ -115,7 +117,6 @@ lint: build $(VENV)/linters
 	  || { echo 'no torch header belongs in there: csrc/torch is the only C++ that knows torch'; exit 1; }
 	@! grep -hnE '(-ffast-math|--use_fast_math)' build_tools/*.py | grep -v '^[0-9]*:#' \
 	  || { echo 'fast-math lets the compiler delete the overflow check'; exit 1; }
-	@$(PY) build_tools/sizes.py
 
 # Every native file under each compiler, with its warnings as errors: 2 to 4 minutes a compiler.
 COMPILERS ?= g++-12 g++-14 g++-16 clang++-19
@@ -160,7 +161,7 @@ $(VENV)/built: $(VENV)/tools $(NATIVE)
 	@touch $@
 
 $(VENV)/linters: $(VENV)/tools
-	$(PY) -m pip install --quiet 'clang-format==19.1.7' 'mypy>=1.14' 'ruff>=0.9'
+	$(PY) -m pip install --quiet $$($(PY) build_tools/packages.py lint)
 	@touch $@
 
 $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
@@ -174,9 +175,9 @@ $(ZOO)/tools: tests/zoo/requirements.txt tests/zoo/requirements_no_deps.txt
 	$(ZOO)/bin/python -m pip install --quiet --no-deps -r tests/zoo/requirements_no_deps.txt
 	touch $@
 
-$(SITE)/tools: build_tools/site_requirements.txt
+$(SITE)/tools: pyproject.toml
 	"$(PYTHON)" -m venv $(SITE)
-	$(SITE)/bin/python -m pip install --quiet -r build_tools/site_requirements.txt
+	$(SITE)/bin/python -m pip install --quiet $$($(SITE)/bin/python build_tools/packages.py docs)
 	touch $@
 
 $(VENV)/tools: pyproject.toml .ci/environment

@@ -1,18 +1,18 @@
 """Looks at the site of docs/ with Chromium: `make docs-look`.
 
-Every page has to show its heading without an error or a missing file, the answer to each task of
-CONTRIBUTING.md has to be at most two links from the start, and the search has to find "loss scale".
-Pictures of the start, a guide, the API and the search go to build/photographs.
+Every page has to show its heading without an error or a missing file, each answer of
+tests/project/answers.toml has to be at most two links from the start, and the search has to find
+"loss scale". Pictures of the start, a guide, the API and the search go to build/photographs.
 """
 
 from __future__ import annotations
 
 import functools
 import http.server
-import re
 import shutil
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,6 @@ SITE, PICTURES = ROOT / "build/site", ROOT / "build/photographs"
 PHOTOGRAPHED = {"index.html": "start", "formats/index.html": "guide", "reference/index.html": "api"}
 
 
-TASK = re.compile(r"^\| (.+) \| \[[\w.]+\]\((?:docs/)?(\w+)\.md[^)]*\) \| `(.+)` \|$", re.MULTILINE)
-
-
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files and says nothing."""
 
@@ -34,7 +31,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def look(page: Page, address: str, wrong: list[str]) -> None:
-    """Opens every page of the site, and searches it. wrong: gets what is."""
+    """Opens every page of the site, and searches it; adds what is wrong to `wrong`."""
     page.on("pageerror", lambda error: wrong.append(f"{page.url}: {error}"))
     page.on("response", lambda got: got.status < 400 or wrong.append(f"{page.url} lacks {got.url}"))
     for file in sorted(SITE.rglob("*.html")):
@@ -54,7 +51,7 @@ def look(page: Page, address: str, wrong: list[str]) -> None:
 
 
 def answer(page: Page, address: str, wrong: list[str]) -> int:
-    """Looks for the answers of CONTRIBUTING.md's table; returns how many tasks it has."""
+    """Looks for the answers of answers.toml; returns how many there are."""
 
     def links_of(pages: set[str]) -> set[str]:
         found: set[str] = set()
@@ -66,8 +63,9 @@ def answer(page: Page, address: str, wrong: list[str]) -> int:
     start = {address}
     near = start | links_of(start)
     near |= links_of(near)
-    tasks = TASK.findall((ROOT / "CONTRIBUTING.md").read_text())
-    for task, name, words in tasks:
+    tasks = tomllib.loads((ROOT / "tests/project/answers.toml").read_text())["answers"]
+    for task, file, words in tasks:
+        name = Path(file).stem
         place = address if name == "README" else f"{address}{name}/"
         if place not in near:
             wrong.append(f"{task}: {place} is more than two links from the start")

@@ -15,6 +15,7 @@ MAX_JOBS as usual. A machine without a GPU compiles kernels too, where it has nv
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -180,6 +181,22 @@ def compile_all(units: dict[Path, list[Unit]], jobs: int) -> dict[Path, list[Pat
     return {folder: [unit.object(folder) for unit in listed] for folder, listed in units.items()}
 
 
+def write_compile_commands(units: list[Unit], file: Path) -> None:
+    """Writes the command of each source for clangd, which looks in folders that are named build.
+
+    Sources of csrc/torch, which generated units include, have entries of their own: clangd would
+    take the command of another folder's source, without torch's headers.
+    """
+    entries = []
+    for unit in units:
+        included = re.findall(r'^#include "(/.+)"$', unit.source.read_text(), re.MULTILINE)
+        for source in [str(unit.source), *included]:
+            arguments = [*unit.command, "-c", source]
+            entries.append({"directory": str(ROOT), "file": source, "arguments": arguments})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(entries, indent=1))
+
+
 def is_newer(target: Path, depends: Path) -> bool:
     """Whether an object is newer than all files that the compiler has listed in `depends`."""
     if not target.exists() or not depends.exists():
@@ -226,6 +243,8 @@ class BuildNative(build_ext):
             folder = temp / f"{torch.name}-{sys.implementation.cache_tag}"
             folder.mkdir(exist_ok=True)
             units[folder] = binding_units(torch, self.cuda, folder)
+        all_units = [unit for listed in units.values() for unit in listed]
+        write_compile_commands(all_units, ROOT / "build/compile_commands.json")
         self.objects = compile_all(units, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
         super().run()
 

@@ -1,7 +1,8 @@
 """Hooks of mkdocs (mkdocs.yml): links that are meant for a checkout lead somewhere on the site.
 
 README.md is the start page. Links to files outside of docs/ lead to the repository; where its
-address is unknown only their text stays. Behind errors.md come all messages of the code.
+address is unknown only their text stays. A file that is not there is an error. Behind errors.md
+come all messages of the code.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ sys.path.append(str(ROOT))
 from build_tools.messages import listed  # noqa: E402
 from build_tools.metadata import LINK, home  # noqa: E402
 
+# A lambda of C++ in a block of code looks like a link.
+CODE_OR_LINK = re.compile(rf"^```.*?^```$|{LINK.pattern}", re.DOTALL | re.MULTILINE)
+
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page as mkdocs is to read it."""
@@ -28,10 +32,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def moved(link: re.Match[str]) -> str:
         text, target = link.groups()
+        if target is None:
+            return link[0]
         name, _, anchor = target.partition("#")
         place = (folder / name).resolve()
         if not name:
             return link[0]
+        if not place.exists():
+            raise FileNotFoundError(f"{page.file.src_path} links to {target}, which does not exist")
         if place == ROOT / "README.md":
             found = "index.md"
         elif DOCS in place.parents:
@@ -42,4 +50,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text
         return f"[{text}]({found}{f'#{anchor}' if anchor else ''})"
 
-    return LINK.sub(moved, markdown) + messages
+    return CODE_OR_LINK.sub(moved, markdown) + messages

@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
+from build_tools.packages import packages  # noqa: E402
 from build_tools.test_wheel import ABOUT, copy_tree, run  # noqa: E402
 from build_tools.wheel import for_machine  # noqa: E402
 
@@ -35,8 +36,7 @@ VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 NEEDED = "qemu-user-static g++-aarch64-linux-gnu debian-archive-keyring"
 RELEASES = {"3.11": "bookworm", "3.13": "trixie"}  # Debian's, by their Python
 DEBIAN = f"python{VERSION} libpython{VERSION}-dev libgomp1 libstdc++6"
-PYPI = "numpy hypothesis pytest>=8 pytest-timeout pytest-xdist jinja2 setuptools"
-OF_TORCH = "filelock fsspec networkx sympy typing_extensions nvidia-cuda-runtime==13.*"
+OF_TORCH = "filelock fsspec jinja2 networkx sympy typing_extensions nvidia-cuda-runtime==13.*"
 HERE = ROOT / "build/aarch64"
 SYSTEM = HERE / f"python{VERSION}"
 PACKAGES = SYSTEM / f"usr/local/lib/python{VERSION}/dist-packages"
@@ -161,7 +161,7 @@ def make_system(emulator: str) -> None:
         SYSTEM.mkdir(parents=True)
         download(SYSTEM)
         describe_processor(SYSTEM)
-        pip(*PYPI.split(), *OF_TORCH.split())
+        pip(*packages("build", "test"), *OF_TORCH.split())
         (SYSTEM / "made").touch()
     # torch looks for NVIDIA's functions when they are called.
     options = ["-cpu", "neoverse-n1", "-L", str(SYSTEM), "-E", "TORCH_USE_RTLD_GLOBAL=1"]

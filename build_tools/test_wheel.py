@@ -21,6 +21,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from build_tools.packages import packages  # noqa: E402
+
 COPIED = (
     "README.md",
     "CONTRIBUTING.md",
@@ -31,16 +35,6 @@ COPIED = (
     "examples",
     "benchmarks",
     "csrc",
-)
-NEEDED = (
-    "numpy",
-    "hypothesis",
-    "pytest>=8",
-    "pytest-timeout",
-    "pytest-xdist",
-    "matplotlib",
-    "rich",
-    "tqdm",
 )
 TESTS = (
     "tests/project/test_docs.py::test_the_recipes_of_the_readme_run",
@@ -73,7 +67,7 @@ def environment(torch: str) -> Path:
         print(f"installing torch {torch}: up to 5 GB with CUDA's libraries", flush=True)
         run(sys.executable, "-m", "venv", folder)
         run(python, "-m", "pip", "install", f"torch=={torch}")
-        run(python, "-m", "pip", "install", "--quiet", *NEEDED)
+        run(python, "-m", "pip", "install", "--quiet", *packages("test", "examples"))
         (folder / "made").touch()
     return python
 

@@ -2,7 +2,7 @@
 
 The four runs start from the same weights and see the same batches: float32, mixed precision, and
 mixed precision without loss scaling or without float32 masters. The program prints a table and
-saves a picture of the loss curves. docs/experiments.md explains the result.
+saves a picture of the loss curves. docs/benchmarks.md explains the result.
 """
 
 from __future__ import annotations

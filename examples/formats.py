@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seeds", type=int, default=3, help="number of seeds, runs per format (default: 3)")
     add("--steps", type=int, default=0, help="steps of a run; 0: each job's own number")
     add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
-    add("--out", type=Path, default=Path("docs"), help="folder for the results (default: docs)")
+    add("--out", type=Path, default=Path("docs/figures"), help="folder (default: docs/figures)")
     options = command_line.parse_args(arguments)
     torch.set_num_threads(options.threads)
     for name in JOBS if options.job == "both" else [options.job]:

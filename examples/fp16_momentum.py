@@ -9,7 +9,7 @@ stored in float16 at a loss scale of 1,024. There are five ways to do SGD with m
     reformulated    H = m H - g, w = w + lr H, computed in float32 and stored in float16
     master          as float32, on a float32 master of float16 weights
 
-The program prints the remaining share of the initial loss. docs/experiments.md explains the
+The program prints the remaining share of the initial loss. docs/benchmarks.md explains the
 result.
 """
 

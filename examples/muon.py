@@ -5,8 +5,8 @@ rates. AdamW is torch's, with float32 weights; Muon has bfloat16 weights and mas
 memory="exact", and is for the blocks' matrices, with AdamW for everything else. OPTIONS has what
 each row of the table passes to it.
 
-The program prints the table, draws the loss curves of the first seed in docs/muon.png and writes
-the numbers to docs/muon.json.
+The program prints the table, draws the loss curves of the first seed in docs/figures/muon.png and
+writes the numbers to docs/figures/muon.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from progress import Bar
 from rich.console import Console
 from rich.table import Table
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+FIGURES = Path(__file__).resolve().parent.parent / "docs/figures"
 BASELINE = "AdamW, float32"
 # Entries of Muon's param_groups.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,7 +97,7 @@ def main() -> None:
     command_line.add_argument("--width", type=int, default=128, help="of the model")
     command_line.add_argument("--device", default="cpu", help="cpu (default), cuda, ...")
     command_line.add_argument("--threads", type=int, default=default.threads, help="CPU threads")
-    command_line.add_argument("--out", type=Path, default=DOCS, help="folder (docs)")
+    command_line.add_argument("--out", type=Path, default=FIGURES, help="folder (docs/figures)")
     arguments = vars(command_line.parse_args())
     out, seeds = arguments.pop("out"), list(range(arguments.pop("seeds")))
     try:

@@ -519,18 +519,12 @@ class StepInputs:
         *,
         measure: bool = False,
         from_stock: bool = False,
-        keeps: bool = False,
     ) -> None: ...
 
     scale: Tensor | float | None
     measured: Measured | None
     max_norm: float | None
     scale_update: ScaleUpdate | None
-    @property
-    def keeps(self) -> bool:
-        """Whether gradients carry the scale after the step, too."""
-
-    used: bool  # whether a step has used them
 
 class StepOptions:
     """What an optimizer's own arguments ask of every step.

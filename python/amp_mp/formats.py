@@ -11,7 +11,7 @@
     log8          1 + 1/32  a number >= 0: groups of 32 with a power of two as scale, logarithmic
                   codes with a floor of 2^-26 of the scale in place of 0; stochastic
 
-Every NaN stays a NaN, and makes its group NaN where there are groups. docs/format_reference.md has
+Every NaN stays a NaN, and makes its group NaN where there are groups. docs/formats.md has
 errors and ranges.
 """
 

@@ -79,6 +79,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "Parameter": {
         "_backward_hooks": "whether a hook would see a gradient that is added without autograd",
         "_post_accumulate_grad_hooks": "the same",
+        "_base": "of which tensor it is a view: DistributedDataParallel reuses a bucket's memory",
     },
     "Function": {"_forward_cls": "the Function of a node's class: whether it calls backward"},
     "Optimizer": {

@@ -1,4 +1,4 @@
-"""The examples of docs/experiments.md: their figures, table and picture."""
+"""The examples of docs/benchmarks.md: their figures, table and picture."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,9 @@ import amp_mp as amp
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(amp.__file__).parent
+sys.path.append(str(ROOT))
+
+from build_tools import found, native  # noqa: E402
 
 
 def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -37,6 +41,22 @@ def test_build_info_names_what_was_built() -> None:
     if info["cuda"]:
         assert re.fullmatch(r"\d+\.\d+", info["cuda_toolkit"])
         assert "sm_" in info["cuda_architectures"]
+
+
+def test_clangd_gets_the_command_of_every_source(tmp_path: Path) -> None:
+    """Those of csrc/torch too, which are compiled as parts of generated units."""
+    csrc = ROOT / "csrc"
+    of_torch = found.Torch(tmp_path / "torch", "2.13.0", None)
+    units = native.kernel_units(None) + native.binding_units(of_torch, None, tmp_path)
+    native.write_compile_commands(units, tmp_path / "build/compile_commands.json")
+    entries = json.loads((tmp_path / "build/compile_commands.json").read_text())
+    commands = {Path(entry["file"]): entry["arguments"] for entry in entries}
+    assert {*csrc.rglob("*.cpp")} <= commands.keys()
+    for source, command in commands.items():
+        assert command[-2:] == ["-c", str(source)]
+        assert f"-I{csrc}" in command
+        of_kernels = source.is_relative_to(csrc) and not source.is_relative_to(csrc / "torch")
+        assert (str(tmp_path / "torch/include") in command) != of_kernels
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import amp_mp
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from build_tools import found, metadata, native, wheel  # noqa: E402
+from build_tools import found, metadata, native, packages, wheel  # noqa: E402
 
 HAS_GPU = found.has_gpu()
 KNOWN = {  # what `nvcc --list-gpu-arch` of a release lists
@@ -538,6 +538,17 @@ def test_make_takes_a_cpu_build_of_torch_where_no_gpu_is(
     assert "torch==2.13.0" in first
     asked = "--extra-index-url https://download.pytorch.org/whl/cpu" in first
     assert asked == (index and not gpu)
+
+
+def test_what_make_installs_is_in_the_lists_of_pyproject() -> None:
+    named = [
+        lists.split()
+        for file in ("Makefile", ".ci/environment")
+        for lists in re.findall(r"build_tools/packages\.py ([a-z ]+)", (ROOT / file).read_text())
+    ]
+    assert len(named) == 4
+    assert all(packages.packages(*lists) for lists in named)
+    assert "setuptools>=64" in packages.packages("build")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ranks import LARGE
 from tiers import full
 
 ROOT = Path(__file__).resolve().parents[2]
-DETAILS = (ROOT / "docs/sharded_steps.md").read_text()
+DETAILS = (ROOT / "docs/distributed.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", DETAILS, re.DOTALL)
 
 

@@ -12,7 +12,7 @@ import amp_mp as amp
 
 LOW = torch.bfloat16
 PRESETS = ("float32", "exact", "lean", "tiny", "micro")
-# A stored master's largest relative error is 2^-MASTER_BITS; 24: none. docs/format_reference.md.
+# A stored master's largest relative error is 2^-MASTER_BITS; 24: none. docs/formats.md.
 MASTER_BITS = {"float32": 24, "exact": 24, "lean": 16, "tiny": 16, "micro": 16}
 
 

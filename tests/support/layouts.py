@@ -31,7 +31,7 @@ import amp_mp as amp
 
 REPLICATED = ("step", "layer", "mu_product", "radius")  # states that every rank holds whole
 # How far norms of the same gradients may be apart where other shards are summed, as part of
-# themselves. docs/sharded_steps.md has it for normal gradients, as these tests have;
+# themselves. docs/distributed.md has it for normal gradients, as these tests have;
 # tests/optim/step/test_norm_error.py has the bound for all.
 NORM_ERROR = 2.0**-24
 # Names of a layout, with the numbers of ranks it can have. "rows" and "columns" are what

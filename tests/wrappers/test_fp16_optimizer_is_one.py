@@ -144,6 +144,39 @@ def _accumulated(model: Mixed, optimizer: Any, x: Tensor) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("inner", ["torch SGD", "amp exact"])
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_a_step_on_gradients_that_were_not_collected_is_refused(
+    device: str, inner: str, in_closure: bool
+) -> None:
+    model, optimizer, x = make(device, inner, loss_scale=128.0)
+
+    def closure() -> Tensor:
+        loss = model(x)
+        optimizer.backward(loss, update_master_grads=False)
+        return loss
+
+    before = raw_bytes([*model.parameters()])
+    if not in_closure:
+        closure()
+    with pytest.raises(RuntimeError, match=r"carry the loss scale 128.0.*update_master_grads\(\)"):
+        optimizer.step(*([closure] if in_closure else []))
+    assert raw_bytes([*model.parameters()]) == before
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert raw_bytes([*model.parameters()]) != before
+
+
+def test_a_plain_backward_after_a_skipped_step_is_an_error(device: str) -> None:
+    model, optimizer, x = make(device, loss_scale="dynamic")
+    optimizer.backward(model(x) * float("inf"))
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer\.backward\(loss\)"):
+        optimizer.step()
+
+
 LEGAL: list[Callable[..., None]] = [_twice, _late, _zeros, _clipped_in_the_model, _closure]
 LEGAL += [_accumulated]
 

@@ -210,7 +210,8 @@ def test_the_folded_path_makes_no_second_copy(device: str) -> None:
     low = optimizer.fp16_groups[0][0]
     (inspected, *_), *_ = optimizer.inspect_master_grad_data() or [[None]]
     assert inspected is not None
-    assert torch.equal(inspected, low.grad.float() / 8), "made for the occasion"
+    assert low.grad.dtype == torch.float32
+    assert inspected.data_ptr() == low.grad.data_ptr()
     assert all(master.grad is None for _, master in optimizer._masters.pairs())
     optimizer.step()
     snapshot = optimizer.state_dict()

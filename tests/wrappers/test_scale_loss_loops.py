@@ -179,24 +179,53 @@ def test_clipping_is_by_the_true_norm(start: Start, device: str) -> None:
     assert (stored - true).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_gradients_that_carry_the_scale_cannot_be_clipped_by_hand(
-    start: Start, device: str, again: bool
+Write = Callable[[nn.Parameter], Any]
+WRITES: dict[str, Write] = {
+    "clipped": lambda weight: nn.utils.clip_grad_norm_([weight], 1.0),
+    "multiplied": lambda weight: weight.grad.mul_(0.125),
+    "through data": lambda weight: weight.grad.data.mul_(0.125),
+    "replaced": lambda weight: setattr(weight, "grad", weight.grad * 0.125),
+    "in float16": lambda weight: setattr(weight, "grad", torch.full_like(weight, 0.125)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_gradients_may_be_written_between_the_loss_and_the_step(
+    start: Start, device: str, memory: str | None, write: str
+) -> None:
+    """They are the true ones, so a script does with them what it does in float32 training."""
+    handle = start(dtype=torch.float16, loss_scale=2.0**10)
+    weight, twin = weight_on(device, torch.float16), weight_on(device, torch.float16)
+    optimizer = amp.optim.SGD([weight], lr=1.0, memory=memory)
+    reference = amp.optim.SGD([twin], lr=1.0, memory=memory)
+    for _ in range(2):
+        scaled_backward(handle, weight.float().sum(), optimizer)
+        WRITES[write](weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.grad = torch.full_like(twin, 0.125)  # the norm of 64 ones is 8
+        reference.step()
+    wanted, found = (torch.as_tensor(p.detach().float()) for p in (twin, weight))
+    # clip_grad_norm_ divides by the norm + 1e-6
+    assert (found - wanted).abs().max() <= (2.0**-11 if write == "clipped" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_after_a_write_adds_to_what_was_written(
+    start: Start, device: str, dtype: torch.dtype
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**10)
-    weight = weight_on(device, torch.float16)
+    weight = weight_on(device, dtype)
     optimizer = amp.optim.SGD([weight], lr=1.0)
-    scaled_backward(handle, weight.float().sum(), optimizer)
-    nn.utils.clip_grad_norm_([weight], 1.0, foreach=False)
-    before = raw_bytes(weight)
-    block = handle.scale_loss(weight.float().sum(), optimizer)
-    use = block.__enter__ if again else optimizer.step
-    with pytest.raises(RuntimeError, match=r"max_grad_norm.*amp_scaling=False"):
-        use()
-    assert raw_bytes(weight) == before
-    optimizer.zero_grad()  # as the message says
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
+    scaled_backward(handle, small_loss(weight, -30), optimizer)
+    weight.grad.mul_(3)
+    scaled_backward(handle, small_loss(weight, -30), optimizer)
+    assert weight.grad.dtype == torch.float32
+    assert (weight.grad == 2.0**-28).all()
+    weight.grad = None
+    weight.float().sum().backward()  # without a loss scale, as torch makes it
+    assert weight.grad.dtype == dtype
 
 
 @pytest.mark.parametrize("memory", MEMORY)

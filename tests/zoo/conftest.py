@@ -24,7 +24,7 @@ def row(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The whole table, of which docs/experiments.md has a part.
+    """The whole table, of which docs/benchmarks.md has a part.
 
     AMP_MP_ZOO_TABLE names a file to write it to as well.
     """

@@ -28,7 +28,7 @@ import amp_mp as amp
 BF16 = torch.bfloat16
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "loops.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
 ON_PAGE: dict[str, Any] = {"__name__": "__main__"}
 for block in blocks(PAGE.read_text()):
     if "Optimizers(Opt" in block:  # the page's classes, without its training

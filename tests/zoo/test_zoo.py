@@ -145,7 +145,7 @@ def test_logits_of_distant_tokens_are_as_precise_as_published_models() -> None:
 
 
 def test_the_page_has_a_row_for_every_model() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/experiments.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs/benchmarks.md").read_text()
     missing = [name for name in CASES if f"\n| {name} (" not in page]
     assert missing == []
     assert len(CASES) >= 25

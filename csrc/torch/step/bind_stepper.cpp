@@ -48,15 +48,13 @@ void step_bucket(Bucket& bucket, const py::list& groups,
 
 void bind_inputs(py::module_& m) {
   py::class_<StepInputs, std::shared_ptr<StepInputs>>(m, "StepInputs")
-      .def(py::init<py::object, py::object, bool, bool, bool>(), py::arg("scale") = py::none(),
+      .def(py::init<py::object, py::object, bool, bool>(), py::arg("scale") = py::none(),
            py::arg("found_inf") = py::none(), py::kw_only(), py::arg("measure") = false,
-           py::arg("from_stock") = false, py::arg("keeps") = false)
-      .def_readonly("keeps", &StepInputs::keeps)
+           py::arg("from_stock") = false)
       .def_readwrite("scale", &StepInputs::scale)
       .def_readwrite("measured", &StepInputs::measured)
       .def_readwrite("max_norm", &StepInputs::max_norm)
-      .def_readwrite("scale_update", &StepInputs::scale_update)
-      .def_readwrite("used", &StepInputs::used);
+      .def_readwrite("scale_update", &StepInputs::scale_update);
   py::class_<StepOptions>(m, "StepOptions")
       .def(py::init([](bool checks, std::optional<double> max_norm, double norm_limit,
                        std::pair<double, double> spike) {

@@ -32,8 +32,6 @@ struct StepInputs {
   bool measure = false;
   // Whether a torch.amp.GradScaler passes them, which does not know all processes.
   bool from_stock = false;
-  // Whether gradients carry the scale after the step, too, as those of FP16_Optimizer.
-  bool keeps = false;
 
   // Statistics that the scaler has read; the step then does not read the gradients for them.
   std::shared_ptr<Measured> measured;
@@ -41,8 +39,6 @@ struct StepInputs {
   std::optional<double> max_norm;
   // Move the loss scale by the step's verdict, if all parameters are on the scale's device.
   std::shared_ptr<ScaleUpdateTensors> scale_update;
-  // Python's own note that a step has used them (optim/step/ledger.py).
-  bool used = false;
 };
 
 // What an optimizer's own arguments ask of every step.

@@ -31,6 +31,7 @@ from amp_mp.module_names import is_wrapper
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.sharding import gradients
 from amp_mp.switch import ENABLED
+from amp_mp.wrappers.carriers import Carrier
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import AmpHandle, init
 from amp_mp.wrappers.larc import without_larc
@@ -238,36 +239,25 @@ def scale_loss(
     if loss_id not in range(len(_amp_state.loss_scalers)):
         known = f"num_losses={len(_amp_state.loss_scalers)} of amp.initialize"
         raise ValueError(f"loss_id must be from 0 on and below {known}, found {loss_id!r}")
-    given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    stashes = [stash for stash in map(stash_of, given) if stash is not None]
-    for each in given:
-        if isinstance(each, Optimizer) and stash_of(each) is None:
-            raise RuntimeError(
-                f"optimizers: this {type(each).__name__} was not given to amp.initialize; give it "
-                "all models and optimizers"
-            )
     scaler = _amp_state.loss_scalers[loss_id]
-    scale = scaler.loss_scale()
-    for stash in stashes:
-        stash.begin(scale, delay_unscale)
-    if delay_unscale:
-        with disable_casts(scaler.device_type):
-            yield loss.float() * scale
-        return
-    true = [param for stash in stashes for param in stash.true_gradients()]
-    masters = [master for stash in stashes for _, master in stash.pairs()]
-    with scaler.block(loss, given, true) as scaled_loss, gradients.set_aside(masters):
+    with scaler.block(loss, optimizers, _carrier_of, delay_unscale) as scaled_loss:
         yield scaled_loss
-        for stash in stashes:
-            stash.collect()
-    for stash in stashes:
-        stash.carried = None
+
+
+def _carrier_of(optimizer: Optimizer) -> Carrier:
+    """RuntimeError for an optimizer that initialize was not given."""
+    if (stash := stash_of(optimizer)) is None:
+        raise RuntimeError(
+            f"optimizers: this {type(optimizer).__name__} was not given to amp.initialize; give it "
+            "all models and optimizers"
+        )
+    return stash.carrier()
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """What the optimizer updates, masters in place of low precision: what is to be clipped."""
     if (stash := stash_of(optimizer)) is not None:
-        stash.make_masters()
+        stash.carrier()
     return gradients.master_params(optimizer)
 
 

@@ -12,7 +12,7 @@ from amp_mp.model import convert
 from amp_mp.model.selection import Kept
 from amp_mp.optim.state.low_bits import taken_float32
 from amp_mp.scaling.policies import Static
-from amp_mp.sharding.gradients import copy_all_, gradients_of, make_gradient, overflow_in
+from amp_mp.sharding.gradients import copy_all_, copy_gradients, overflow_in
 from amp_mp.sharding.reduction import totals_of
 from amp_mp.torch_private import BatchNorm
 from amp_mp.wrappers import fp16_optimizer
@@ -73,10 +73,7 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copies gradients to the masters, in float32; absent ones are None, or 0 in a flat master."""
     if not flat_master:
-        for param, master in zip(model_params, master_params, strict=True):
-            make_gradient(param, master)
-        targets, sources = gradients_of(master_params), gradients_of(model_params)
-        return copy_all_(zip(targets, sources, strict=True))
+        return copy_gradients(zip(model_params, master_params, strict=True))
     (flat,) = master_params
     flat.grad = torch.zeros_like(flat) if flat.grad is None else flat.grad.zero_()
     pieces = zip(_pieces(flat.grad, model_params), model_params, strict=True)

@@ -1,14 +1,13 @@
 """What initialize leaves on models and optimizers, and for each loss: hooks, masters, scales."""
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from amp_mp.apex.fp16_utils import model_grads_to_master_grads, tofp16
+from amp_mp.apex.fp16_utils import tofp16
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.messages import say
 from amp_mp.model.convert import have_masters
@@ -16,9 +15,8 @@ from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
 from amp_mp.optim.state.low_bits import float32_of
-from amp_mp.optim.step import ledger
 from amp_mp.scaling.policies import Backoff, ScalePolicy
-from amp_mp.sharding.gradients import master_params, multiply_gradients
+from amp_mp.wrappers.carriers import Carrier, InMasters, carrier_for
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 from amp_mp.wrappers.scale_loss import ScaledLosses, SkippedSteps
@@ -69,8 +67,6 @@ def _to_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 class LossScaler(ScaledLosses):
     """A loss of `num_losses`, with its scale."""
 
-    _folds = False  # scripts written for Apex read gradients after the block
-
     def __init__(self, loss_id: int, policy: ScalePolicy, device_type: str, prints: bool) -> None:
         super().__init__(policy, device_type, skips)
         self.device_type = device_type
@@ -112,100 +108,55 @@ class Stash:
     """
 
     def __init__(self, optimizer: Optimizer, with_masters: bool, takes_closure: bool) -> None:
-        self.masters: Masters | None = None
-        self.carried: float | None = None  # the scale of gradients that delay_unscale has left
-        self._optimizer, self._with_masters = optimizer, with_masters
+        self._carrier: Carrier | None = None if with_masters else carrier_for(optimizer)
+        self._optimizer = optimizer
         self._takes_closure = takes_closure
-        self._stepped = False  # since the last loss
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         if with_masters:
             have_masters.add(optimizer)
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.make_masters())
+            optimizer.register_load_state_dict_pre_hook(self._before_load)
             self._zero_grad = optimizer.zero_grad
             optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
-    def make_masters(self) -> None:
-        """Gives masters to the low-precision parameters that have none yet."""
-        if self.masters is not None:
-            self.masters.refresh()
-        elif self._with_masters:
-            self.masters = Masters(self._optimizer)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The model's low-precision parameters, and their masters."""
-        return [] if self.masters is None else self.masters.pairs()
-
-    def true_gradients(self) -> list[Tensor]:
-        """The optimizer's parameters whose gradients carry no scale."""
-        if self.carried is None:
-            return list(master_params(self._optimizer))
-        return [master for _, master in self.pairs()]
-
-    def begin(self, scale: float, delays: bool) -> None:
-        """Before a backward pass at this scale."""
-        self.make_masters()
-        for param, master in self.pairs():
-            if self.carried is None:
-                param.grad = None  # the master's is its float32 value
-            if self._stepped:
-                master.grad = None
-        self._stepped = False
-        if delays or self.carried is not None:
-            multiply_gradients(self._model_params(), scale / (self.carried or 1.0))
-            self.carried = scale
-
-    def collect(self) -> None:
-        """Copies the model's gradients to the masters; they carry the scale."""
-        if pairs := self.pairs():
-            params = [param for param, _ in pairs]
-            model_grads_to_master_grads(params, [master for _, master in pairs])
-            ledger.note(params)
+    def carrier(self) -> Carrier:
+        """What unscales the gradients; makes the masters that are missing."""
+        if self._carrier is None:
+            self._carrier = InMasters(Masters(self._optimizer))
+        elif isinstance(self._carrier, InMasters):
+            self._carrier.masters.refresh()
+        return self._carrier
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's, and gradients of low-precision parameters and of masters are None."""
         self._zero_grad(*args, **kwargs)
-        self.carried = None
-        for tensor in chain(*self.pairs()):
-            tensor.grad = None
+        if isinstance(self._carrier, InMasters):
+            self._carrier.drop()
 
-    def _model_params(self) -> list[Tensor]:
-        to_model = (lambda p: p) if self.masters is None else self.masters.model_param
-        return [to_model(param) for param in master_params(self._optimizer)]
+    def _before_load(self, *_: Any) -> None:
+        self.carrier()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.make_masters()
+        carrier = self.carrier()
         if any(map(callable, (*args[1:], *kwargs.values()))) and not self._takes_closure:
             raise RuntimeError(
                 "step: a closure's losses cannot be scaled from here, and there are masters or a "
                 "loss scale; as in Apex, leave it out, or use amp_mp.FP16_Optimizer, which takes it"
             )
-        self._check()
-        if self.masters is not None:
-            self.masters.follow(self.masters.pairs())
-
-    def _check(self) -> None:
-        """Raises RuntimeError for gradients that the step would not see, or see with a scale."""
-        if self.carried not in (None, 1.0) and ledger.nonzero(self._model_params()):
+        if isinstance(carrier, InMasters) and (foreign := carrier.foreign()):
             raise RuntimeError(
-                f"step: gradients carry the loss scale {self.carried} since "
-                "scale_loss(delay_unscale=True); the last loss before a step needs "
-                "delay_unscale=False"
-            )
-        forgotten = [param for param, master in self.pairs() if master.grad is None]
-        if foreign := ledger.changed(forgotten):
-            assert self.masters is not None
-            raise RuntimeError(
-                f"step: {self.masters.label_of(foreign[0])} has a gradient that did not come "
+                f"step: {carrier.masters.label_of(foreign[0])} has a gradient that did not come "
                 "through amp.scale_loss, so that its master would not be updated; call backward "
                 "inside of `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
             )
+        carrier.check()
+        carrier.before_step()
 
     def _after_step(self, *_: Any) -> None:
-        self._stepped = True
-        if self.masters is not None:
-            self.masters.to_model()
-            for pair in self.pairs():
+        carrier = self.carrier()
+        carrier.after_step()
+        if isinstance(carrier, InMasters):
+            for pair in carrier.masters.pairs():
                 pair[1].grad = None  # which model.zero_grad() would leave
 
 

@@ -34,21 +34,19 @@ NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 class UnscalingStepper(Stepper):
     """Also divides the gradients by a loss scaler's scale, for scripts that read them then."""
 
-    unscales_gradients = True
-
     def run(self, optimizer: Any) -> _C.StepInputs:
         """As Stepper's; gradients of a skipped step stay as they are."""
-        handed = super().run(optimizer)
+        inputs = super().run(optimizer)
         verdict = self.native.log.verdict
-        if handed.scale is None or handed.keeps or self.releases or verdict is None:
-            return handed
+        if inputs.scale is None or self.releases or verdict is None:
+            return inputs
         grads = gradients_of(master_params(optimizer))
         for device, indices in by_device(grads).items():
             own = [grads[i] for i in indices]
-            division = _C.decide(device, [], scale=handed.scale)
+            division = _C.decide(device, [], scale=inputs.scale)
             Verdict(*division).found_inf.copy_(Verdict(*verdict).found_inf)
             _C.copy_(own, own, verdict=division)
-        return handed
+        return inputs
 
 
 class ApexOptimizer(FusedOptimizer):

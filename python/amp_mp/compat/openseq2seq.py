@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_mp.dtypes import LOW_PRECISION, check_choice
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.scaling.policies import NAMES, ScalePolicy, Static, check_scale
-from amp_mp.sharding.gradients import set_aside
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.masters import Masters
 
@@ -110,12 +109,8 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         """As FP16_Optimizer's; with iter_size k this is one of k calls before a step."""
         if self.iter_size == 1:
             return super().backward(loss, update_master_grads, retain_graph)
-        pairs = self._masters.pairs()
         before = self.overflow and self._calls > 0
-        for param, _ in pairs:
-            param.grad = None
-        with set_aside(master for _, master in pairs):
-            super().backward(loss / self.iter_size, update_master_grads, retain_graph)
+        super().backward(loss / self.iter_size, update_master_grads, retain_graph)
         self.overflow = self.overflow or before
         self._calls += 1
         return None

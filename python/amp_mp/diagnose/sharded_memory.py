@@ -104,7 +104,7 @@ def sharded_memory(
 ) -> ShardedMemory:
     """Bytes that a process holds and receives in a training step with fully_shard, by recipe.
 
-    Counted from the formats of docs/format_reference.md, as if every parameter were in a weight
+    Counted from the formats of docs/formats.md, as if every parameter were in a weight
     matrix whose rows are multiples of 32; activations and temporary buffers are not counted. FSDP2
     gathers the next unit while one computes, so that `gathered` may be there twice.
 

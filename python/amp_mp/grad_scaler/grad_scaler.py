@@ -135,16 +135,16 @@ class GradScaler(torch.amp.GradScaler):
         check_gradients(own)
         outer = getattr(optimizer, "grad_scale", None)  # torch multiplies by it, too
         if measures:
-            handed = _C.StepInputs(scale if outer is None else scale * outer, measure=True)
+            inputs = _C.StepInputs(scale if outer is None else scale * outer, measure=True)
             if len(self._per_optimizer_states) == 1:
-                handed.scale_update = self._updates.for_step()
+                inputs.scale_update = self._updates.for_step()
         else:
             found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
-            handed = _C.StepInputs(outer, found_inf)
+            inputs = _C.StepInputs(outer, found_inf)
         stepper = stepper_of(own)
         log = stepper.native.log
         steps = log.count
-        result = stepper.step_with(handed, *args, **kwargs)
+        result = stepper.step_with(inputs, *args, **kwargs)
         verdict = log.verdict
         if measures and verdict is not None and log.count > steps:
             if log.scale_updated:

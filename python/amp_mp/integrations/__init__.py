@@ -1,4 +1,4 @@
-"""For training tools of others: docs/trainers.md, docs/loops.md and docs/watching.md.
+"""For training tools of others: docs/trainers.md and docs/watching.md.
 
 `trainer` is for the Trainer of transformers. It needs nothing that amp_mp itself does not.
 """

@@ -155,7 +155,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         stays = set_to_none and self._stepper.native.is_captured
         super().zero_grad(set_to_none and not stays)
         self._stepper.keep_gradients(stays)
-        self._stepper.left = None  # no gradient carries a scale any more
 
     @property
     def amp_scaling(self) -> bool:
@@ -266,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return report_memory(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; docs/format_reference.md lists the entries of a parameter's state.
+        """As torch's; docs/formats.md lists the entries of a parameter's state.
 
         16-bit integers (entries `remainder16` and `NAME_ue8m8`) are shown as their bytes, uint8
         with one more, last dimension of 2, because gloo and NCCL carry no 16-bit integers. Numbers

@@ -19,7 +19,7 @@ from amp_mp.sharding.reduction import checked_groups
 
 # What help() of every fused optimizer ends with.
 SHARED = """
-    All fused optimizers also take (docs/format_reference.md has the formats in full):
+    All fused optimizers also take (docs/formats.md has the formats in full):
         params: parameters or param_groups.
         maximize: True ascends. Default False.
         max_grad_norm: clip by the gradients' global 2-norm, as torch's clip_grad_norm_ does.

@@ -23,7 +23,7 @@ class SGD(FusedOptimizer):
         w = w - (lr g + momentum b if nesterov else b)
 
     Both are equal where lr is constant and nothing is rounded: a buffer of the scaled form is lr
-    times the other. In float16 lr g may vanish where g does not: see docs/experiments.md.
+    times the other. In float16 lr g may vanish where g does not: see docs/benchmarks.md.
 
     Args:
         lr: learning rate. Default 1e-3.

@@ -61,8 +61,8 @@ def overflow_in(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bo
     """Whether totals count an inf or NaN, and their largest |x| / scale; waits for the device."""
     refuse_capture(totals)
     found = [Statistics(*total.tolist()) for total in totals.values()]
-    overflow = any(total.non_finite > 0 for total in found)
-    return overflow, max((total.max_abs for total in found), default=0.0) / scale
+    bad, largest = [row.non_finite for row in found], [row.max_abs for row in found]
+    return sum(bad) > 0, max(largest, default=0.0) / scale
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
@@ -144,7 +144,7 @@ def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
 def multiply_gradients(params: Iterable[Tensor], multiplier: float) -> None:
     """Multiplies the gradients in place."""
     grads = gradients_of(params) if multiplier != 1.0 else []
-    copy_all_(zip(grads, grads, strict=True), multiplier=multiplier)
+    _copy_local_(grads, grads, multiplier)
 
 
 @contextmanager
@@ -153,8 +153,12 @@ def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
 
     Inside the block all gradients are scaled. After an exception the earlier ones are back.
     """
-    aside = [(p, p.grad) for p in params]
-    for param, _ in aside:
+    aside = []
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad._base is not None:
+            grad = grad.clone()  # of a view of DistributedDataParallel's buckets, which it reuses
+        aside.append((param, grad))
         param.grad = None
     try:
         yield
@@ -168,18 +172,29 @@ def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
-def make_gradient(param: Tensor, master: Tensor) -> None:
-    """Gives the master a gradient of the parameter's kind, to be filled: dense, sparse or None."""
-    grad = param.grad
-    if grad is None:
-        master.grad = None
-    elif grad.is_sparse:
-        values = torch.empty_like(grad.values(), dtype=torch.float32)
-        master.grad = torch.sparse_coo_tensor(
-            grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
-        )
-    elif master.grad is None or master.grad.is_sparse:
-        master.grad = torch.empty_like(master)
+def copy_gradients(pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1.0) -> None:
+    """Gives masters their parameters' gradients times multiplier, in float32; or None.
+
+    A parameter may be its own master: then a float32 gradient replaces its own.
+    """
+    given = list(pairs)
+    sources = gradients_of([param for param, _ in given])
+    for param, master in given:
+        grad = param.grad
+        if grad is None:
+            master.grad = None
+        elif grad.is_sparse:
+            master.grad_dtype = None  # which allows any
+            values = torch.empty_like(grad.values(), dtype=torch.float32)
+            master.grad = torch.sparse_coo_tensor(
+                grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+            )
+        elif master is param or master.grad is None or master.grad.is_sparse:
+            master.grad_dtype = None
+            master.grad = torch.empty_like(grad, dtype=torch.float32)
+    targets = gradients_of([master for _, master in given])
+    _copy_local_(targets, sources, multiplier)
+    _C.used_on_current_stream(sources)  # their memory may be freed now
 
 
 def copy_all_(
@@ -189,6 +204,12 @@ def copy_all_(
     if not (given := list(pairs)):
         return
     targets, sources = map(locals_of, zip(*given, strict=True))
+    _copy_local_(targets, sources, multiplier, saturate)
+
+
+def _copy_local_(
+    targets: list[Tensor], sources: list[Tensor], multiplier: float, saturate: bool = False
+) -> None:
     for own in by_device(targets).values():
         to, values = [targets[i] for i in own], [sources[i] for i in own]
         _C.copy_(to, values, multiplier=multiplier, saturate=saturate)

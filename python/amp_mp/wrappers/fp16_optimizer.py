@@ -10,12 +10,13 @@ from torch import Tensor
 
 from amp_mp.messages import say, warn
 from amp_mp.optim.base import FusedOptimizer
-from amp_mp.optim.step import ledger
 from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.scaling import policies
 from amp_mp.scaling.overflows import OverflowWatch
+from amp_mp.sharding import gradients, reduction
 from amp_mp.switch import ENABLED
 from amp_mp.torch_private import outside_graphs, tree_map_only
+from amp_mp.wrappers.carriers import InMasters, carrier_for, model_groups
 from amp_mp.wrappers.masters import FusedMasters, Masters
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
 
@@ -35,7 +36,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         optimizer.step()
 
     Around an amp_mp optimizer, which keeps masters itself, param_groups keep the model's
-    parameters, and `.grad` carries the scale until the step unscales, clips, updates and rounds.
+    parameters. Under a scale other than 1 their `.grad` is float32 after `backward`.
 
     It is a torch.optim.Optimizer with its own hooks; torch's hooks for all run for the wrapped one.
 
@@ -85,7 +86,9 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         policy = apex_policy(static_loss_scale, dynamic_loss_scale, dynamic_loss_args, loss_scale)
         policy = policy if enabled else policies.Static()
         make_masters = self._make_masters if enabled else partial(Masters, enabled=False)
-        self._masters = make_masters(init_optimizer)
+        self._masters = masters = make_masters(init_optimizer)
+        is_fused = isinstance(masters, FusedMasters)
+        self._carrier = carrier_for(init_optimizer) if is_fused else InMasters(masters)
         super().__init__(init_optimizer)
         self.loss_scaler = policy
         self.dynamic_loss_scale = not isinstance(policy, policies.Static)
@@ -94,7 +97,6 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         self._checks = self.dynamic_loss_scale or (enabled and check_overflow)
         self._watch = OverflowWatch()
         self._max_abs = 0.0  # the largest true |g| of the last backward
-        self._called_backward = False  # since the last step
         self._verbose = verbose and enabled
         if self._verbose:
             low, own = self.fp32_from_fp16_groups, self.fp32_from_fp32_groups
@@ -118,39 +120,25 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if not self._masters.enabled:
             return torch.autograd.backward(loss, retain_graph=retain_graph)
         scale = self.loss_scale
-        with self._masters.backward(scale, update_master_grads):
+        with self._carrier.backward(scale, delays=not update_master_grads):
             torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
             if update_master_grads:
                 self.update_master_grads()
-        if not update_master_grads:
-            self._note_backward()
-
-    def _note_backward(self) -> None:
-        self._called_backward = True
-        ledger.note(self._masters.scaled_params())
-
-    def _check_backward(self) -> None:
-        """Raises RuntimeError for new gradients other than 0 that came without backward."""
-        if self._called_backward or not self._masters.enabled:
-            return
-        if foreign := ledger.changed(self._masters.scaled_params()):
-            raise RuntimeError(
-                f"step: {self._masters.label_of(foreign[0])} has a gradient that did not come from "
-                "this FP16_Optimizer, so that its master would not be updated; call "
-                "optimizer.backward(loss) in place of loss.backward()"
-            )
 
     def update_master_grads(self) -> None:
-        """Copies the model's gradients to the masters, divided by the scale.
+        """Divides the model's gradients by the scale, into those of the masters if there are any.
 
-        An overflow, where they are checked, sets `overflow` and copies nothing.
+        If gradients are checked and one overflows, this sets `overflow` and divides none.
         """
-        overflow, max_abs = self._masters.collect(self.loss_scale, self._checks)
+        scale = self._carrier.carried or self.loss_scale
         if self._checks:
-            self.overflow, self._max_abs = overflow, max_abs
-        if not overflow:
+            totals = reduction.totals_of(model_groups([self._carrier]))
+            self.overflow, self._max_abs = gradients.overflow_in(totals, scale)
+        if self._checks and self.overflow:
+            self._carrier.carried = scale
+        else:
+            self._carrier.collect(scale)
             self._complete_gradients()
-        self._note_backward()
 
     def _complete_gradients(self) -> None:
         """For subclasses: adds terms to the masters' true gradients."""
@@ -160,14 +148,15 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
         Around an amp_mp optimizer the step itself clips by the 2-norm.
         """
-        return -1.0 if self.overflow else self._masters.clip(max_norm, norm_type)
+        return -1.0 if self.overflow else self._carrier.clip(max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The true gradients, a list per group; None, with a warning, after an overflow."""
-        if not self.overflow:
-            return self._masters.gradients()
-        warn("inspect_master_grad_data: the last backward overflowed: look at .overflow before")
-        return None
+        if self.overflow:
+            warn("inspect_master_grad_data: the last backward overflowed: look at .overflow before")
+            return None
+        groups = [group["params"] for group in self.param_groups]
+        return [[None if p.grad is None else p.grad.detach() for p in ps] for ps in groups]
 
     def masters(self, params: Any = None) -> AbstractContextManager[Any]:
         """As FusedOptimizer.masters, for the model's parameters; also around torch's optimizers."""
@@ -192,25 +181,37 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
         self._masters.blocks.refuse("step()")
-        if closure is None:
-            self._check_backward()
-        self._called_backward = False
         before = self.loss_scale
         to_model = self._masters.model_param
         describe = partial(describe_nonfinite, [self.param_groups], model_param=to_model)
+        if closure is None:
+            self._check_gradients()
         self._watch.update(self.loss_scaler, self.overflow, self._max_abs, describe)
         if self.overflow:
+            self._carrier.collected = False
             self._report(before)
             return None
-        step = self._masters.step
         self._masters.stale = True
         try:
-            result = step(None) if closure is None else self._step_with_closure(closure)
+            self._carrier.before_step()
+            result = self._carrier.step() if closure is None else self._step_with_closure(closure)
         except Exception:  # a step that was refused, say inside of AveragedModel.swap
             self._masters.stale = False
             raise
-        self._masters.to_model()
+        self._carrier.after_step()
         return result
+
+    def _check_gradients(self) -> None:
+        """Raises RuntimeError for gradients that still carry a scale or came without backward."""
+        if not self._masters.enabled or (self.overflow and self._carrier.carried is not None):
+            return  # an overflow: there will be no step
+        self._carrier.check()
+        if foreign := self._carrier.foreign():
+            raise RuntimeError(
+                f"step: {self._masters.label_of(foreign[0])} has a gradient that did not come from "
+                "this FP16_Optimizer, so that its master would not be updated; call "
+                "optimizer.backward(loss) in place of loss.backward()"
+            )
 
     def _report(self, before: float) -> None:
         scales = f"Attempted loss scale: {before}, reducing to {self.loss_scale}"
@@ -222,9 +223,9 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
             if not self.first_closure_call_this_step:
                 self._masters.to_model()
             self.first_closure_call_this_step = False
-            self._called_backward = False
+            self._carrier.collected = False
             loss = closure()
-            self._check_backward()
+            self._check_gradients()
             while self.overflow:
                 before = self.loss_scale
                 self.loss_scaler.update(True, self._max_abs)
@@ -240,13 +241,13 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
         self.first_closure_call_this_step = True
         try:
-            return self._masters.step(evaluate)
+            return self._carrier.step(evaluate)
         finally:
             self.first_closure_call_this_step = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, of masters and model parameters."""
-        self._masters.zero_grad(set_to_none)
+        self._carrier.zero_grad(set_to_none)
 
     def _patch_step_function(self) -> None:
         """Leaves torch's hooks of all steps to the wrapped optimizer's, lest they run twice."""

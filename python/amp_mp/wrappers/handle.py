@@ -153,13 +153,12 @@ class AmpHandle:
     ) -> AbstractContextManager[Tensor]:
         """Yields the loss times the scale, casts off; afterwards the gradients are the true ones.
 
-        On exit the gradients of the optimizer's parameters are divided by the scale, in place and
-        each once, also where several losses add up before a step. float16 gradients of an optimizer
-        of amp_mp.optim carry the scale until its step divides them in float32: clip with its
-        max_grad_norm, clear with its zero_grad; RuntimeError if they were written in between. If
-        one is inf or NaN the scale falls and the optimizer's next step changes nothing. Gradients
-        cleared without a step move the scale as after one. Calling backward() on the loss itself
-        inside gives a warning.
+        On exit the gradients of the optimizer's parameters are divided by the scale, each once,
+        also where several losses add up before a step. Low-precision ones of an optimizer of
+        amp_mp.optim become float32 (4 bytes per parameter), others stay in their dtype. If one is
+        inf or NaN the scale falls and the optimizer's next step changes nothing. Gradients cleared
+        without a step move the scale as after one. Calling backward() on the loss itself inside
+        gives a warning.
 
         Args:
             loss: the loss, any floating dtype; it is multiplied in float32.

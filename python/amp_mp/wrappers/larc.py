@@ -27,11 +27,10 @@ class LARC(OptimizerAround):
         g = (g + weight_decay w) ratio; unchanged where |w| or |g| is 0
 
     The inner optimizer then steps without weight decay. Norms are those of whole tensors, also of
-    DTensors, and the host does not wait for them. Clip before. Under a GradScaler or
-    handle.scale_loss the step unscales, in float32; float16 gradients around an amp_mp optimizer
-    then keep a scale until its step. `amp.optim.LARS(clip=True)` is the same around SGD in the
-    fused step, which writes no gradient. param_groups, state, state_dict and defaults are the inner
-    optimizer's.
+    DTensors, and the host does not wait for them. Clip before. Under a GradScaler the step
+    unscales, in float32; float16 gradients around an amp_mp optimizer then keep a scale until its
+    step. `amp.optim.LARS(clip=True)` is the same around SGD in the fused step, which writes no
+    gradient. param_groups, state, state_dict and defaults are the inner optimizer's.
 
     Args:
         optimizer: any torch.optim.Optimizer.
@@ -87,7 +86,7 @@ class LARC(OptimizerAround):
                 loss = closure()
         if getattr(self, "found_inf", None):
             return None
-        scale = self._scale_gradients(self._take_scale())
+        scale = self._scale_gradients(getattr(self, "grad_scale", None))
         decaying = [group for group in self.param_groups if "weight_decay" in group]
         kept = [group["weight_decay"] for group in decaying]
         try:
@@ -100,15 +99,6 @@ class LARC(OptimizerAround):
             for group, decay in zip(decaying, kept, strict=True):
                 group["weight_decay"] = decay
         return found if closure is None else loss
-
-    def _take_scale(self) -> Tensor | float | None:
-        """The gradients' scale, from a GradScaler or what the inner optimizer was handed."""
-        if isinstance(self.optimizer, FusedOptimizer):
-            stepper = stepper_of(self.optimizer)
-            left, stepper.left = stepper.known_left(), None
-            if left is not None:
-                return left.scale
-        return getattr(self, "grad_scale", None)
 
     def _scale_gradients(self, scale: Tensor | float | None) -> Tensor | None:
         """Divides the gradients by a scale and adapts them; returns the scale that they keep."""

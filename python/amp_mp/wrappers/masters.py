@@ -1,7 +1,6 @@
 """Float32 masters in an optimizer's param_groups, or those that an optimizer of amp_mp keeps."""
 
-import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -19,9 +18,8 @@ from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
-from amp_mp.optim.step.replaced import ReplacedCheck
 from amp_mp.param_groups import ParamInfo, param_infos
-from amp_mp.sharding import gradients, reduction
+from amp_mp.sharding import gradients
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
 
 # By optimizer, the parameter of each master in its param_groups, which wrappers made one after the
@@ -32,18 +30,16 @@ _params: MutableMapping[Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()
 class Masters:
     """Replaces an optimizer's low-precision parameters by float32 masters and keeps both.
 
-    Lists of lists have one per param_group; the model's gradients carry the scale. enabled: False
-    for no masters. stale: an interrupt has left the model older than its masters.
+    Lists of lists have one list for each param_group. enabled: False for no masters. stale: an
+    interrupt has left the model older than its masters.
     """
 
     def __init__(self, optimizer: Optimizer, enabled: bool = True) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.enabled = enabled
         self.stale = False
         self.blocks = MasterBlocks()
         self._low = _params.setdefault(optimizer, {})
-        self._replaced = ReplacedCheck()
-        self._pending = False  # whether .grad of float32 parameters carries the scale
         self.refresh()
 
     def refresh(self, first: int = 0) -> None:
@@ -52,7 +48,7 @@ class Masters:
         first: the group to begin with.
         """
         self.refuse_dtypes(first)
-        for group in self._optimizer.param_groups[first:] if self.enabled else ():
+        for group in self.optimizer.param_groups[first:] if self.enabled else ():
             drop_repeats(group)  # one parameter has one master
         for params in self.groups(first):
             for i, param in enumerate(params):
@@ -69,39 +65,37 @@ class Masters:
                 )
 
     def _adopt(self, param: Tensor) -> Tensor:
-        state = self._optimizer.state.pop(param, None)
-        fused = isinstance(self._optimizer, FusedOptimizer)
+        state = self.optimizer.state.pop(param, None)
+        fused = isinstance(self.optimizer, FusedOptimizer)
         master = nn.Parameter(like(_C.first_master(param), param))
         if state is not None:
             kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
             if not fused:  # amp_mp's says in which format each is stored
                 low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
                 kept |= {k: v.float() for k, v in low.items()}
-            self._optimizer.state[master] = kept
+            self.optimizer.state[master] = kept
         _C.make_low_bits(param).show(master, param)
         self._low[master] = param
         return master
 
     def label_of(self, param: Tensor) -> str:
         """The name for messages of a parameter of the model."""
-        infos = param_infos(self._optimizer.param_groups)
+        infos = param_infos(self.optimizer.param_groups)
         return next(info.label for own, info in infos if self.model_param(own) is param)
 
-    def _model_infos(self) -> Iterator[tuple[Tensor, ParamInfo]]:
-        for param, info in param_infos(self._optimizer.param_groups):
+    def model_infos(self) -> Iterator[tuple[Tensor, ParamInfo]]:
+        """The model's parameters, each with what messages say of it."""
+        for param, info in param_infos(self.optimizer.param_groups):
             yield self.model_param(param), info
-
-    def params(self) -> list[Tensor]:
-        """What the optimizer updates."""
-        return list(chain(*self.groups()))
 
     def groups(self, first: int = 0) -> list[list[Tensor]]:
         """The lists of parameters in the optimizer's param_groups, themselves; first: as above."""
-        return [group["params"] for group in self._optimizer.param_groups[first:]]
+        return [group["params"] for group in self.optimizer.param_groups[first:]]
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
-        return [[(self._low[p], p) for p in ps if p in self._low] for ps in self.groups()]
+        low, groups = self._low, self.optimizer.param_groups
+        return [[(low[p], p) for p in group["params"] if p in low] for group in groups]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`grouped_pairs` in a single list."""
@@ -123,110 +117,28 @@ class Masters:
         """The model's trainable float32 parameters, which need no masters."""
         low, kind = self._low, torch.float32
         return [
-            [p for p in params if p not in low and p.requires_grad and p.dtype == kind]
-            for params in self.groups()
+            [p for p in group["params"] if p not in low and p.requires_grad and p.dtype == kind]
+            for group in self.optimizer.param_groups
         ]
 
     def model_param(self, param: Tensor) -> Tensor:
         """The model's parameter that stands behind one in the param_groups."""
         return self._low.get(param, param)
 
-    def _groups_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
-        """The param_groups with these of the model's parameters alone."""
-        kept, groups = set(params), self._optimizer.param_groups
-        own = [[p for p in map(self.model_param, group["params"]) if p in kept] for group in groups]
-        return [{**group, "params": ps} for group, ps in zip(groups, own, strict=True)]
+    def model_params(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+        """The model's parameters that stand behind those in param_groups."""
+        return [self._low.get(param, param) for group in groups for param in group["params"]]
 
-    def scaled_params(self) -> list[Tensor]:
-        """The model's parameters whose gradients only FP16_Optimizer.backward makes useful."""
-        model = [self._low.get(param, param) for param in self.params()]
-        return [p for p in model if p.requires_grad and p.dtype in LOW_PRECISION]
-
-    # The gradients.
-
-    @contextmanager
-    def backward(self, scale: float, collects: bool) -> Iterator[None]:
-        """A block for the backward pass, and for `collect` if it follows at once (`collects`).
-
-        float32 parameters' true gradients of earlier calls are set aside, so that each is unscaled
-        once; where collecting is put off, they are scaled again, to be unscaled with the new ones.
-        """
-        self.refresh()
-        own = [] if self._pending else list(chain(*self.fp32_from_fp32_groups))
-        if not collects:
-            gradients.multiply_gradients(own, scale)
-            self._pending = True
-            own = []
-        with gradients.set_aside(own):
-            yield
-
-    @torch.no_grad()
-    def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
-        """Copies the model's gradients to the masters, divided by the scale.
-
-        With `checks` returns whether one overflows, so that none is copied, and the largest |g|.
-        """
-        pairs, own = self.pairs(), list(chain(*self.fp32_from_fp32_groups))
-        params = [param for param, _ in pairs] + own
-        sources = gradients.gradients_of(params)
-        if self._replaced.seen != ReplacedCheck.assignments:
-            self._replaced.check_assigned(self._model_infos())
-        self._replaced.check_gradients(self._model_infos())
-        overflow, max_abs = False, 0.0
-        if checks:
-            overflow, max_abs = gradients.overflow_in(
-                reduction.totals_of(self._groups_of(params)), scale
-            )
-        if not overflow:
-            for param, master in pairs:
-                gradients.make_gradient(param, master)
-            targets = gradients.gradients_of([master for _, master in pairs] + own)
-            gradients.copy_all_(zip(targets, sources, strict=True), multiplier=1.0 / scale)
-        self._pending = overflow
-        return overflow, max_abs
-
-    @torch.no_grad()
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """Clips the true gradients by their global norm and returns the norm."""
-        groups = self._optimizer.param_groups
-        grads = gradients.gradients_of(self.params())
-        if not self.enabled or norm_type != 2 or len({g.device for g in grads}) != 1:
-            return reduction.clip_gradients(groups, max_norm, norm_type)
-        total = reduction.totals_of(groups)[grads[0].device]
-        verdict = _C.decide(total.device, [total[None]], max_norm=max_norm)
-        _C.copy_(grads, grads, verdict=verdict)
-        return float(gradients.Verdict(*verdict).norm)
-
-    def gradients(self) -> list[list[Tensor | None]]:
-        """The true gradients."""
-        return [[None if p.grad is None else p.grad.detach() for p in ps] for ps in self.groups()]
-
-    def zero_grad(self, drop: bool) -> None:
-        """Sets the gradients of masters and parameters to 0, or to None with `drop`."""
-        for param in self.params():
-            for each in {param, self.model_param(param)}:
-                if each.grad is not None:
-                    each.grad = None if drop else each.grad.detach().zero_()
-        self._pending = False
-        if self.stale:
-            self.to_model()
-
-    # The step.
-
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The wrapped optimizer's step, from what is in the parameters."""
-        self.follow(self.pairs())
-        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+    # Around a step.
 
     @torch.no_grad()
     def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Remakes masters that do not round to their parameters, unless written themselves."""
-        refuse_swapped(
-            (param for param, _ in pairs), "an optimizer's step or a look at its masters"
-        )
+        low = [param for param, _ in pairs]
+        refuse_swapped(low, "an optimizer's step or a look at its masters")
         self._catch_up(pairs)
         kept = [(p, m) for p, m in pairs if _C.make_low_bits(p).is_rounded]
-        params, masters = locals_of(p for p, _ in kept), locals_of(m for _, m in kept)
+        params, masters = locals_of([p for p, _ in kept]), locals_of([m for _, m in kept])
         for indices in gradients.by_device(masters).values():
             own, low = [masters[i] for i in indices], [params[i] for i in indices]
             _C.average_(own, [None] * len(own), low, own, 0.0)
@@ -251,7 +163,7 @@ class Masters:
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
         pairs = self.pairs()
-        with noting(param for param, _ in pairs):
+        with noting([param for param, _ in pairs]):
             gradients.copy_all_(pairs, saturate=True)
         self._stamp(pairs)
         self.stale = False
@@ -259,8 +171,8 @@ class Masters:
     @contextmanager
     def edit(self, params: Any) -> Iterator[Any]:
         """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
-        pairs, own = self.pairs(), self._optimizer.param_groups
-        model = [[*map(self.model_param, group["params"])] for group in own]
+        pairs, own = self.pairs(), self.optimizer.param_groups
+        model = [self.model_params([group]) for group in own]
         format = "float32" if self.enabled else "none"
         groups = [{**g, "master": format, "params": p} for g, p in zip(own, model, strict=True)]
         self._catch_up(pairs)
@@ -298,20 +210,17 @@ class Masters:
 
 
 class FusedMasters(Masters):
-    """The masters in a fused optimizer's state; the model's gradients are scaled until the step."""
+    """The masters in a fused optimizer's state, which its step reads and writes."""
 
-    _optimizer: FusedOptimizer
+    optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        # What the next step is given: the scale of the gradients, which stays; the norm to which it
-        # clips; and statistics of the gradients as they are now.
-        self._inputs = _C.StepInputs(1.0, keeps=True)
         super().__init__(optimizer)
         self.blocks = stepper_of(optimizer).masters
 
     def edit(self, params: Any) -> Any:
         """See FusedOptimizer.masters."""
-        return self._optimizer.masters(params)
+        return self.optimizer.masters(params)
 
     def refresh(self, first: int = 0) -> None:
         """Makes the whole state of every trainable parameter; TypeError as in Masters.
@@ -320,7 +229,7 @@ class FusedMasters(Masters):
         """
         self.refuse_dtypes(first)
         if first == 0:
-            self._optimizer.init_state()
+            self.optimizer.init_state()
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -330,63 +239,11 @@ class FusedMasters(Masters):
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """As in Masters, but the masters are copies, to be read only."""
-        state, own = self._optimizer.state, self.fp16_groups
+        state, own = self.optimizer.state, self.fp16_groups
         if any(param not in state for param in chain(*own)):
-            self._optimizer.init_state()
+            self.optimizer.init_state()
         groups = [[(p, _C.master_of(p, state[p])) for p in params] for params in own]
         return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
-
-    def scaled_params(self) -> list[Tensor]:
-        """As in Masters; the step unscales float32 gradients as well."""
-        return [param for param in self.params() if param.requires_grad]
-
-    @contextmanager
-    def backward(self, scale: float, collects: bool) -> Iterator[None]:
-        """A block that does nothing: the gradients stay where they are."""
-        yield
-
-    def collect(self, scale: float, checks: bool) -> tuple[bool, float]:
-        """Reads the gradients once if they are to be checked; copies nothing."""
-        inputs = self._inputs
-        inputs.scale, inputs.max_norm, inputs.measured = scale, None, None
-        return gradients.overflow_in(self._totals(), scale) if checks else (False, 0.0)
-
-    def _totals(self) -> dict[torch.device, Tensor]:
-        if self._inputs.measured is None:
-            self._inputs.measured = stepper_of(self._optimizer).measure()
-        return self._inputs.measured.totals()
-
-    @property
-    def _scale(self) -> float:
-        return float(self._inputs.scale or 1.0)
-
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """Leaves clipping by the 2-norm to the next step; clips by other norms at once."""
-        if norm_type != 2:
-            limit, groups = max_norm * self._scale, self._optimizer.param_groups
-            norm = reduction.clip_gradients(groups, limit, norm_type)
-            if self._inputs.measured is not None:  # the gradients have changed
-                self._inputs.measured = stepper_of(self._optimizer).measure()
-            return norm / self._scale
-        limits = max_norm, self._inputs.max_norm, self._optimizer.max_grad_norm
-        self._inputs.max_norm = min(limit for limit in limits if limit is not None)
-        found = [gradients.Statistics(*total.tolist()) for total in self._totals().values()]
-        if any(total.non_finite for total in found):  # the sum has finite elements alone
-            return math.inf
-        return math.sqrt(sum(total.sum_squares for total in found)) / self._scale
-
-    def gradients(self) -> list[list[Tensor | None]]:
-        """The true gradients in float32, computed for this call."""
-        scaled = super().gradients()
-        return [[None if g is None else g.float() / self._scale for g in gs] for gs in scaled]
-
-    def step(self, closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's step, which unscales and clips."""
-        args = () if closure is None else (closure,)
-        try:
-            return stepper_of(self._optimizer).step_with(self._inputs, *args)
-        finally:
-            self._inputs.max_norm = self._inputs.measured = None
 
     def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Does nothing: these masters are copies."""

@@ -2,8 +2,8 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,19 +15,18 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_mp import _C
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.step import ledger
 from amp_mp.optim.step.overflow_report import describe_nonfinite
+from amp_mp.param_groups import params_in
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
-from amp_mp.sharding.reduction import named_groups, totals_of
-from amp_mp.sharding.shards import any_dtensor
+from amp_mp.sharding.reduction import totals_of
+from amp_mp.wrappers.carriers import Carrier, InFloat32, InMasters, carrier_for, model_groups
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
-from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.wrapper import LOSS_SCALE
 
 logger = logging.getLogger("amp_mp")
@@ -40,6 +39,7 @@ class Iteration:
     policy_before: dict[str, Any]
     watch_before: OverflowWatch
     steps: int = field(default_factory=steps_taken)  # of all optimizers
+    losses: int = 0
     overflow: bool = False
     max_abs: float = 0.0  # the largest true |g|
     optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
@@ -92,7 +92,6 @@ class ScaledLosses:
 
     loss_scale: Any = LOSS_SCALE
     _loss_scale: Any = LOSS_SCALE  # Apex's other name
-    _folds = True  # whether a step of amp_mp may unscale float16 gradients
 
     def __init__(self, policy: ScalePolicy, device_type: str, skips: SkippedSteps) -> None:
         self.loss_scaler = policy
@@ -105,41 +104,50 @@ class ScaledLosses:
     def block(
         self,
         loss: Tensor,
-        optimizer: Optimizer | Sequence[Optimizer],
-        aside: list[Tensor] | None = None,
+        optimizer: Optimizer | Iterable[Optimizer],
+        carrier_of: Callable[[Optimizer], Carrier] = carrier_for,
+        delays: bool = False,
     ) -> Iterator[Tensor]:
         """The block of AmpHandle.scale_loss.
 
-        aside: the parameters whose gradients are true already, default all; the others' carry the
-        scale from before.
+        carrier_of: gives the carrier of an optimizer. delays: leaves the gradients scaled, for the
+        next loss to add to.
         """
-        optimizers = _checked(optimizer)
-        policy = self.loss_scaler
-        with torch.autocast(self._device_type, enabled=False):
-            if isinstance(policy, Static) and policy.scale == 1:
-                yield loss
-                return
+        optimizers, policy = _checked(optimizer), self.loss_scaler
+        carriers = [carrier_of(each) for each in optimizers]
+        # What an optimizer of torch shares with one of amp_mp is unscaled in its own dtype.
+        carriers.sort(key=lambda each: isinstance(each, InFloat32))
+        checks = not (isinstance(policy, Static) and policy.scale == 1)
+        if checks:
             gradients.refuse_capture([torch.device(self._device_type)])
-            iteration = self._begin()
-            scale, params = policy.scale, all_parameters(optimizers)
-            inner = [without_larc(each) for each in optimizers]
-            folding = [each for each in inner if self._folds and _may_unscale(each, inner)]
-            with (
-                gradients.set_aside(params if aside is None else aside),
-                _warning_if_unscaled(loss),
-            ):
-                yield loss.float() * scale
-                overflow, max_abs = gradients.overflow_in(totals_of(all_groups(optimizers)), scale)
-                carried = _unscale(params, folding, scale)
-            iteration.optimizers.update(optimizers)
-            iteration.noted |= ledger.note(params)
-            # From now until gradients are cleared these optimizers know what scale they carry.
-            for own, kept in carried.items():
-                stepper_of(own).left = _C.StepInputs(kept, measure=kept != scale)
-            is_first = overflow and not iteration.overflow
-            self._update(iteration, overflow, max_abs, optimizers)
+        else:  # gradients are true at once; masters still get theirs
+            carriers = [each for each in carriers if isinstance(each, InMasters)]
+        with torch.autocast(self._device_type, enabled=False):
+            iteration = self._begin() if checks and not delays else None
+            scale, found = policy.scale, (False, 0.0)
+            with ExitStack() as stack:
+                for each in carriers:
+                    stack.enter_context(each.backward(scale, delays))
+                if checks:
+                    stack.enter_context(_warning_if_unscaled(loss))
+                yield loss.float() * scale if checks else loss
+                if iteration is not None:
+                    found = gradients.overflow_in(totals_of(model_groups(carriers)), scale)
+                for each in () if delays else carriers:
+                    each.collect(scale)
+            if iteration is not None:
+                self._end(iteration, optimizers, *found)
+
+    def _end(
+        self, iteration: Iteration, optimizers: list[Optimizer], overflow: bool, max_abs: float
+    ) -> None:
+        """Moves the scale after a loss; an overflow skips the optimizers' next step."""
+        iteration.optimizers.update(optimizers)
+        iteration.noted |= ledger.note(all_parameters(optimizers))
+        before, is_first = self.loss_scaler.scale, overflow and not iteration.overflow
+        self._update(iteration, overflow, max_abs, optimizers)
         if is_first:
-            self.report_overflow(scale)
+            self.report_overflow(before)
         for each in optimizers if overflow else ():
             self._skips.add(each)
             iteration.skipped.append(each)
@@ -174,26 +182,18 @@ class ScaledLosses:
         """
         iteration.overflow |= overflow
         iteration.max_abs = max(iteration.max_abs, max_abs)
-        self.loss_scaler.load_state_dict(iteration.policy_before)
-        self._watch = copy.copy(iteration.watch_before)
+        if iteration.losses > 0:
+            self.loss_scaler.load_state_dict(iteration.policy_before)
+            self._watch = copy.copy(iteration.watch_before)
+        iteration.losses += 1
         describe = partial(describe_nonfinite, [each.param_groups for each in optimizers])
         self._watch.update(self.loss_scaler, iteration.overflow, iteration.max_abs, describe)
 
 
 def all_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Each once, also where optimizers share it."""
-    return list(dict.fromkeys(chain(*map(gradients.master_params, optimizers))))
-
-
-def all_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
-    """Their param_groups, with each parameter once, also where optimizers share it."""
-    left = set(all_parameters(optimizers))
-    found = []
-    for group in chain(*(each.param_groups for each in optimizers)):
-        own = [param for param in group["params"] if param in left]
-        left.difference_update(own)
-        found.append({**group, "params": own})
-    return found
+    groups = chain(*[each.param_groups for each in optimizers])
+    return list(dict.fromkeys(params_in(groups)))
 
 
 def _checked(optimizer: Any) -> list[Optimizer]:
@@ -229,66 +229,6 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
         yield
     finally:
         del loss.backward
-
-
-# At the block's end gradients are unscaled in place. An optimizer of amp_mp may unscale float16
-# ones in its step, lest they lose what the scale has kept from vanishing: it is `folding`.
-
-
-def _may_unscale(optimizer: Any, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether an optimizer's step can unscale; call it before the backward.
-
-    Not where another optimizer shares a parameter, where there are true gradients to add to, or
-    where the optimizer's class leaves true gradients. RuntimeError where gradients that carry a
-    scale were written by hand.
-    """
-    if not isinstance(optimizer, FusedOptimizer) or not optimizer.amp_scaling:
-        return False
-    own = all_parameters([optimizer])
-    others = all_parameters([each for each in optimizers if each is not optimizer])
-    stepper = stepper_of(optimizer)
-    if stepper.unscales_gradients:
-        return False
-    stepper.left = stepper.known_left()
-    return set(own).isdisjoint(others) and (stepper.left is not None or not ledger.nonzero(own))
-
-
-def _has_float16_gradients(optimizer: Any) -> bool:
-    """Whether any gradient is float16, or could be where other processes have one of theirs.
-
-    Norms of several processes need one scale on all, and an expert may have no gradient on some.
-    """
-    own = all_parameters([optimizer])
-    alone = not any_dtensor(own) and not any(named_groups(optimizer.param_groups))
-    given = (p.grad_dtype if p.grad is None else p.grad.dtype for p in own)
-    if alone:
-        given = (p.grad.dtype for p in own if p.grad is not None)
-    return torch.float16 in given
-
-
-@torch.no_grad()
-def _unscale(params: list[Tensor], folding: list[Any], scale: float) -> dict[Any, float]:
-    """Divides new gradients by the scale; of optimizers that unscale in their step they keep one.
-
-    Returns these optimizers with the scale that is kept: an earlier loss's, or this one's where any
-    gradient is float16.
-    """
-    carried = {}
-    true = dict.fromkeys(params)
-    for each in folding:
-        own = all_parameters([each])
-        left = stepper_of(each).left
-        if left is not None:
-            carried[each] = float(left.scale or 1.0)
-        elif _has_float16_gradients(each):
-            carried[each] = scale
-        else:
-            continue
-        gradients.multiply_gradients(own, carried[each] / scale)
-        for param in own:
-            true.pop(param, None)
-    gradients.multiply_gradients(true, 1.0 / scale)
-    return carried
 
 
 class OptimWrapper:

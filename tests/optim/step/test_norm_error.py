@@ -1,6 +1,6 @@
 """How far a norm is from the exact one, and from that of the same gradient in other shards.
 
-docs/sharded_steps.md says where both bounds are from.
+docs/distributed.md says where both bounds are from.
 """
 
 from __future__ import annotations

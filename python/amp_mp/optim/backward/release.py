@@ -231,10 +231,10 @@ class Release(Attachment):
         found = {param: Statistics(*row.tolist()) for param, row in self._rows.items()}
         return "\n".join(self._infos[p].label for p, row in found.items() if row.non_finite > 0)
 
-    def finish(self, handed: _C.StepInputs) -> None:
+    def finish(self, inputs: _C.StepInputs) -> None:
         """Ends the iteration, in place of the optimizer's step."""
         log = self._stepper.native.log
-        if self.scaler is None and handed.scale is not None:
+        if self.scaler is None and inputs.scale is not None:
             raise RuntimeError(
                 "release=True has stepped with scaled gradients: attach with scaler=, an "
                 "amp_mp.GradScaler; other loss scalers come too late"

@@ -1,8 +1,7 @@
-"""The ledger of gradients: those that losses have left, each with its stamp at that moment.
+"""The ledger of gradients: those of the losses since the last step, each with a stamp.
 
-Who scales losses notes the gradients, and asks here whether they were written, replaced, set to
-None or to 0 since. The ledger keeps no gradient alive, and no reference to a parameter. What scale
-gradients carry is told by what the next step is handed (Stepper.left).
+Loss scaling records gradients here, and asks whether a script has written, replaced or cleared them
+since. The ledger keeps no gradient alive, and no reference to a parameter.
 """
 
 from collections.abc import Iterable, MutableMapping

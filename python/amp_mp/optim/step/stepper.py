@@ -15,7 +15,6 @@ from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.edit_blocks import MasterBlocks
 from amp_mp.optim.state.stored_formats import KINDS
-from amp_mp.optim.step import ledger
 from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
 from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.optim.step.params import refuse_sphere
@@ -117,8 +116,6 @@ class Stepper:
     Other files of this package reach it by `stepper_of`; users see the optimizer alone.
     """
 
-    unscales_gradients = False  # whether scripts find true gradients after a step
-
     def __init__(
         self,
         optimizer: Any,
@@ -136,8 +133,7 @@ class Stepper:
         self._group_rules = group_rules
         self.rules = rules
         self.rules_of = rules_of
-        self.handed: _C.StepInputs | None = None  # by a loss scaler, to the step under way
-        self.left: _C.StepInputs | None = None  # by handle.scale_loss, to the steps that follow
+        self.scaler_inputs: _C.StepInputs | None = None  # of the step under way, in step_with
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
         self.masters = MasterBlocks()
         self.checked: Any = None  # states that the next load_state_dict needs not check
@@ -176,16 +172,16 @@ class Stepper:
             self._kept = [drop_in_a_capture(p) for p in params if p.requires_grad]
 
     def run(self, optimizer: Any) -> _C.StepInputs:
-        """Measures, decides and applies, or ends the iteration; returns what it was handed."""
+        """Measures, decides and applies, or ends the iteration; returns the scaler's inputs."""
         if self.masters.open:
             self.masters.refuse("step()")
         if self.hooks.replaced.seen != ReplacedCheck.assignments:
             self.hooks.replaced.check_assigned(param_infos(optimizer.param_groups))
-        handed = self._handed_now(optimizer)
+        inputs = self._inputs_of_this_step(optimizer)
         attachment = self.attachment
         if attachment is not None and attachment.releases:
-            attachment.finish(handed)
-            return handed
+            attachment.finish(inputs)
+            return inputs
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
         is_spike = isinstance(limit, NormSpike)
         options = _C.StepOptions(
@@ -196,49 +192,26 @@ class Stepper:
         )
         rules, groups, states = self.group_rules(), optimizer.param_groups, optimizer.state
         read = None if attachment is None else attachment.read
-        skipped = self.native.step(rules, groups, states, handed, options, read)
+        skipped = self.native.step(rules, groups, states, inputs, options, read)
         if skipped is not None:
             self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
-        return handed
+        return inputs
 
-    def step_with(self, handed: _C.StepInputs, *args: Any, **kwargs: Any) -> Any:
+    def step_with(self, inputs: _C.StepInputs, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's `step`, with what a loss scaler passes to it."""
-        before, self.handed = self.handed, handed
+        before, self.scaler_inputs = self.scaler_inputs, inputs
         try:
             return self.optimizer.step(*args, **kwargs)
         finally:
-            self.handed = before
+            self.scaler_inputs = before
 
-    def _handed_now(self, optimizer: Any) -> _C.StepInputs:
-        """What the step under way was handed; a stock GradScaler sets two attributes instead."""
-        if self.handed is not None:
-            return self.handed
-        if self.left is not None and (left := self.known_left()) is not None:
-            left.used = True
-            return left
+    def _inputs_of_this_step(self, optimizer: Any) -> _C.StepInputs:
+        """Those of `step_with`; torch's own GradScaler sets two attributes instead."""
+        if self.scaler_inputs is not None:
+            return self.scaler_inputs
         scale = getattr(optimizer, "grad_scale", None)
         found_inf = getattr(optimizer, "found_inf", None)
         return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
-
-    def known_left(self) -> _C.StepInputs | None:
-        """What handle.scale_loss has left, where gradients carry its scale still.
-
-        Raises RuntimeError where they were written or replaced by hand before a step.
-        """
-        left = self.left
-        if left is None:
-            return None
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        kept = ledger.kept(params)
-        if not (left.used and not kept) and (changed := ledger.changed(params)):
-            raise RuntimeError(
-                "gradients were written after handle.scale_loss, among them that of a parameter of "
-                f"shape {tuple(changed[0].shape)}. float16 gradients of an amp_mp optimizer carry "
-                "the loss scale until its step unscales them: clip with the optimizer's "
-                "max_grad_norm, clear with its zero_grad, or make it with amp_scaling=False, and "
-                "scale_loss unscales in place"
-            )
-        return left if kept else None
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
@@ -248,7 +221,7 @@ class Stepper:
         return checks or any(r.is_layerwise for r in self.group_rules())
 
     def measure(self) -> _C.Measured:
-        """Reads the gradients once, for a step that is handed the result."""
+        """Reads the gradients once, for a step that gets the result as StepInputs.measured."""
         optimizer, attachment = self.optimizer, self.attachment
         read = None if attachment is None else attachment.read
         groups, states = optimizer.param_groups, optimizer.state
