@@ -15,6 +15,7 @@ def build_info() -> dict[str, Any]:
 
 def bind_python(
     *,
+    has_sharded_modules: Callable[[], bool],
     is_dtensor: Callable[[Any], bool],
     like: Callable[[Tensor, Any, tuple[int, ...] | None], Tensor],
     whole: Callable[[Tensor], Tensor],

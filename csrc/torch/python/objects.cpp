@@ -85,14 +85,6 @@ at::Tensor whole_of(py::handle value) {
   return is_plain(value) ? tensor_of(value).detach() : package().whole(value);
 }
 
-bool has_sharded_modules() {
-  static PyObject* const name = PyUnicode_InternFromString("torch.distributed._composable_state");
-  PyObject* module = PyDict_GetItemWithError(PyImport_GetModuleDict(), name);
-  if (!module) return false;
-  const py::object states = py::getattr(module, "_module_state_mapping", py::none());
-  return !states.is_none() && py::len(states) > 0;
-}
-
 std::string shape_text(at::IntArrayRef sizes) { return text_of(py::tuple(py::cast(sizes.vec()))); }
 
 std::string text_of(const py::handle& object) { return py::cast<std::string>(py::str(object)); }
