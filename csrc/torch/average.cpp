@@ -9,7 +9,7 @@
 namespace amp_mp {
 namespace {
 
-// A tensor, or a weight and the second tensor of its master, which together are the numbers.
+// Numbers in one tensor, or in two: a weight and the second tensor of its master.
 Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
              const Label& rest_label) {
   const Array alone = array_of(data, label);

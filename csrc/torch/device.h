@@ -28,9 +28,10 @@ inline void* stream_of(const at::Tensor& t) {
   return t.is_cuda() ? current_stream(t.device()) : nullptr;
 }
 
-// For memory that another stream may have allocated: once it is freed it is not given away before
-// the current stream has come so far. Costs a look-up in torch's allocator; nothing on a CPU.
-// Memory of the host waits for the whole device, and that allocator does not know it.
+// For memory that another stream may have allocated: after it is freed, the allocator reuses it
+// only when the current stream has done its present work. Costs a look-up in torch's allocator;
+// nothing on a CPU. Memory of the host waits for the whole device, and that allocator does not know
+// it.
 inline void used_on_current_stream(at::Tensor t) {
   if (!t.defined() || !t.is_cuda() || is_on_host(t)) return;
   if (t.is_sparse()) {

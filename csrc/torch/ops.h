@@ -14,10 +14,10 @@ namespace amp_mp {
 // dense are copied first).
 at::Tensor measure(const Tensors& tensors);
 
-// The same of the slots' gradients; on CUDA the spans may still have to be added.
+// The same for the slots' gradients; on CUDA the spans may not be added up yet.
 Measurement measure(const Slots& slots);
 
-// What measure gives for tensors whose rows, float64 [n, 3], are known already: [n + 1, 3].
+// The result of measure, [n + 1, 3], for tensors whose rows, float64 [n, 3], are known.
 at::Tensor combine(const at::Tensor& rows);
 
 // to[i] = from[i] * multiplier, rounded to to[i]'s dtype; saturate clamps float16 results to

@@ -1,5 +1,5 @@
-// amp_C as Python sees it, _C.amp_C: names and order of the arguments are Apex's. Its functions
-// without a rule, and the clipping of apex.contrib; steps.cpp has the others.
+// amp_C as Python sees it, _C.amp_C: names and order of the arguments are Apex's. Here are the
+// functions without a rule, and the clipping of apex.contrib; steps.cpp has the others.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -47,7 +47,7 @@ TensorLists unpack_lists(const py::sequence& tensor_lists, std::initializer_list
 
 namespace {
 
-// The tensors' Statistics where the flag is, which becomes 1 if an element is inf or NaN.
+// The tensors' Statistics on the flag's device; the flag becomes 1 if an element is inf or NaN.
 at::Tensor measure_and_flag(const at::Tensor& noop_flag, const Tensors& tensors) {
   const at::Tensor rows = measure(tensors).to(noop_flag.device());
   noop_flag.masked_fill_(rows.select(0, -1).select(0, 2).gt(0), 1);
@@ -145,7 +145,7 @@ at::Tensor update_scale_hysteresis(const at::Tensor& current_scale,
   const at::Device device = current_scale.device();
   const int64_t size = sizeof(HysteresisScale) / sizeof(double);
   const at::Tensor state = at::zeros({size}, at::TensorOptions().dtype(at::kDouble).device(device));
-  // Filled on the device, because it would have to be waited for before a copy from the host.
+  // Filled on the device: for a copy from the host, the host would have to wait.
   const auto set = [&](size_t offset, double value) { field(state, offset).fill_(value); };
   set(offsetof(HysteresisScale, kind), double(ScaleKind::hysteresis));
   set(offsetof(HysteresisScale, scale_max), std::numeric_limits<double>::infinity());

@@ -23,7 +23,7 @@ std::vector<int64_t> direction_offsets(const std::vector<at::Tensor>& params) {
 
 namespace {
 
-// A stack takes three to four times its own bytes while it is worked on, so large ones are cut.
+// Working on a stack takes three to four times its own bytes, so large ones are cut.
 constexpr int64_t kStackBytes = int64_t(1) << 28;
 // On a CPU a product of two large matrices fills the caches, and a stack of them would leave these.
 constexpr int64_t kLargeOnCpu = 256;

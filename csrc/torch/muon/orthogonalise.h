@@ -6,7 +6,7 @@
 
 namespace amp_mp::muon {
 
-// Where the directions of these parameters begin in the memory of all, and where that ends. Each
+// Where each parameter's directions begin in the memory of all, and where that memory ends. Each
 // begins at a multiple of 16 bytes, as the widest loads and the fastest products need it.
 std::vector<int64_t> direction_offsets(const std::vector<at::Tensor>& params);
 

@@ -11,8 +11,8 @@ namespace amp_mp::muon {
 namespace {
 
 constexpr double kEps = 1e-10;  // as the authors' code
-// Doubles that stay in a processor's cache. Of a row of more, torch may add parts on several
-// threads, so that bits would depend on how many rows a process has.
+// Doubles that stay in a processor's cache. torch may add a longer row in parts on several threads,
+// and the bits would depend on how many rows a process has.
 constexpr int64_t kCached = int64_t(1) << 15;
 
 // The mean of each row's squares, in float64. A block of rows at a time is seven times as fast on a
@@ -28,7 +28,7 @@ at::Tensor mean_squares(const at::Tensor& rows) {
   return at::cat(means);
 }
 
-// The numbers of every process, of numbers for each row here: [rows, 2].
+// All processes' rows, [rows, 2], from this process's rows.
 at::Tensor of_all_processes(const at::Tensor& rows, const RowNorms::Member& member) {
   if (!is_dtensor(member.param)) return rows;
   const auto with_two = [](at::IntArrayRef sizes) {

@@ -12,12 +12,12 @@
 namespace amp_mp::products {
 namespace {
 
-// Multiplications of each matrix of a batch up to which threads share the matrices, not each one:
-// starting threads takes as long.
+// Up to so many multiplications a matrix, each thread multiplies whole matrices of a batch; beyond,
+// all threads share each matrix. Starting threads takes as long as so many multiplications.
 constexpr int64_t kLarge = int64_t(1) << 23;
-// The same where torch multiplies; also of a single matrix.
+// The same for torch's products, also of a single matrix.
 constexpr int64_t kSmall = int64_t(1) << 20;
-// Rows and columns of a thread's part of a product, at least: narrower ones multiply slower.
+// The least rows and columns of a thread's part of a product: narrower parts multiply slower.
 constexpr int64_t kNarrow = 64;
 
 // A block of a matrix, or of a batch of them, in float32, filled from one part after another.

@@ -21,12 +21,12 @@ double thread_seconds() {
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
-// Runs of a shape, and the time after which there are no more of them but for the least.
+// How often a shape runs; after kLimit seconds only until kLeastRuns.
 constexpr int kMostRuns = 20, kLeastRuns = 3;
 constexpr double kLimit = 3e-3;
-// Native products of few rows that take so many times as long as float32's are of emulated
-// instructions, and no other shape is worth their time. Of smaller products oneDNN's begin alone
-// takes that long.
+// If a native product of few rows takes so many times as long as in float32, the processor emulates
+// the instructions, and other shapes are not worth the time. Smaller products say nothing: oneDNN
+// takes that long before their first multiplication.
 constexpr double kHopeless = 8;
 
 // The least time of each way for a shape, in runs that take turns.

@@ -25,8 +25,8 @@ struct Seconds {
   double native, loops, converted;
 };
 
-// Of each kind of shape, in the order of kShapes. Of matrices with many rows and columns `square`
-// stands for the smaller ones and `tall` for the larger ones; `batch` is of small matrices.
+// The seconds of each kind of shape, in the order of kShapes. `square` stands for smaller matrices
+// with many rows and columns, `tall` for larger ones; `batch` has small matrices.
 struct Measured {
   Seconds few_rows, square, tall, batch;
 };
@@ -40,8 +40,8 @@ constexpr Shape kShapes[] = {{"few rows", 1, 8, 512, 512},
                              {"tall", 1, 512, 128, 256},
                              {"batch", 16, 64, 64, 64}};
 
-// Measures the ways where they run: each shape as the least of interleaved runs, in CPU time of one
-// thread, 30 ms in all at most. Afterwards torch's kernels are as they were.
+// Measures the ways on this processor: for each shape the least CPU time of one thread in runs that
+// take turns, at most 30 ms in all. Leaves torch's kernels unchanged.
 Measured measure(at::ScalarType low);
 
 // Whether products of a dtype, bfloat16 or float16, are computed in float32: all of them, and
@@ -51,7 +51,7 @@ bool in_float32(at::ScalarType low);
 // Whether the product of [m, k] and [k, n] is: small ones are even after a choice of native.
 bool in_float32(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
-// Whether the loops compute it, if it is in float32, rather than converted blocks.
+// Whether the loops compute such a product in float32; if not, torch does, on converted blocks.
 bool uses_loops(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
 // Chooses for the process. products: "native" or "float32" for all that the loops do not take, or
@@ -76,15 +76,15 @@ std::map<std::string, std::string> ways(at::ScalarType low);
 void multiply_in_float32(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                          const at::Tensor& b, double beta, double alpha);
 
-// Whether a native product of [m, k] and [k, n] is faster than one in float32, as far as a choice
-// of native knows.
+// Whether a native product of [m, k] and [k, n] is faster than one in float32, by the measurements
+// of the latest choice.
 bool is_large(at::ScalarType low, int64_t m, int64_t n, int64_t k);
 
-// The same by a table of one processor (sizes.cpp), for a processor on which native products pay
+// The same by the table of another processor (sizes.cpp): on this one native products are faster
 // from `later` times the depth on.
 bool is_large(int64_t m, int64_t n, int64_t k, double later);
 
-// Rows, or columns, that are few: the loops convert weights in registers and read them once.
+// Up to so many rows, or columns, the loops convert weights in registers and read them once.
 constexpr int64_t kFewRows = 16;
 
 // The product of matrices, or of batches of them, by the CPU loops; summand is undefined or has
@@ -92,11 +92,11 @@ constexpr int64_t kFewRows = 16;
 bool multiply_by_loops(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                        const at::Tensor& b, double beta, double alpha);
 
-// The same of matrices by torch's float32 product of blocks that are converted.
+// The same for matrices, by torch's float32 product of converted blocks.
 void multiply_converted(const at::Tensor& out, const at::Tensor& summand, const at::Tensor& a,
                         const at::Tensor& b, double beta, double alpha);
 
-// Elements of a block that is converted at a time: 1 MiB in float32, which stays in the cache.
+// Elements of a converted block: 1 MiB in float32, which stays in the cache.
 constexpr int64_t kBlock = int64_t(1) << 18;
 
 // How many of `count` slices, each of some number of elements, make a block; at least one.
@@ -107,8 +107,8 @@ inline int64_t parts_of(int64_t size, int64_t least, int64_t most) {
   return std::clamp<int64_t>(size / least, 1, most);
 }
 
-// Put kernels in the place of torch's; `aten` registers for the dispatch key CPU, for
-// `replace_recurrent` and `replace_rms_norm` for AutogradCPU too.
+// These replace kernels of torch. `aten` registers for the dispatch key CPU, in `replace_recurrent`
+// and `replace_rms_norm` for AutogradCPU.
 void replace_products(torch::Library& aten);
 void replace_convolution(torch::Library& aten);
 void replace_attention(torch::Library& aten);

@@ -17,12 +17,12 @@ using at::IntArrayRef;
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-// Multiplications of a call of oneDNN beside which its fixed time is small.
+// With so many multiplications the fixed time of a call of oneDNN is small.
 constexpr int64_t kWork = int64_t(1) << 28;
 
-// Of the input's samples, each with so many elements, as many as are converted at a time: their
-// float32 numbers stay in the L2 cache, unless they are too few for the time that oneDNN takes for
-// every call and for ordering the weight.
+// How many of the input's samples, each with so many elements, are converted at a time: their
+// float32 numbers stay in the L2 cache, unless these would be too few for the time that oneDNN
+// takes for every call and for ordering the weight.
 int64_t samples_at_a_time(const Tensor& input, int64_t elements, const Tensor& weight) {
   const int64_t positions = input.numel() / (input.size(0) * input.size(1)),
                 some = kWork / std::max<int64_t>(positions * weight.numel(), 1);
@@ -36,7 +36,7 @@ bool is_convolved(const Tensor& input, const Tensor& weight) {
          input.dim() == weight.dim() && input.numel() > 0;
 }
 
-// Channels from which on oneDNN convolves float32 faster where they lie beside each other.
+// From so many channels on oneDNN convolves float32 faster if they lie beside each other.
 constexpr int64_t kManyChannels = 16;
 
 // [samples, channels, positions...] in low precision, and in float32 with the channels beside each

@@ -68,7 +68,7 @@ Tensor embedding_gradient(const Tensor& grad, const Tensor& indices, int64_t row
   return out;
 }
 
-// A bag's, through torch's float32 kernel, which knows the bags' modes.
+// The gradient of an embedding bag, by torch's float32 kernel, which knows the bags' modes.
 Tensor bag_gradient(const Tensor& grad, const Tensor& indices, const Tensor& bags,
                     const Tensor& sizes, const Tensor& largest, int64_t rows, bool by_frequency,
                     int64_t mode, const std::optional<Tensor>& weights, int64_t padding) {

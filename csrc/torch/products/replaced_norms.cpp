@@ -138,7 +138,7 @@ Two fused_rms_norm(const Tensor& input, at::IntArrayRef shape, const MaybeTensor
   return {y, scale};
 }
 
-// By the formula where the loops do not take it: float64.
+// By torch's operators if the loops do not take the tensors, as float64.
 Two fused_rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArrayRef shape,
                             const Tensor& scale, const MaybeTensor& weight,
                             std::array<bool, 2> wanted) {
@@ -159,7 +159,8 @@ Two fused_rms_norm_backward(const Tensor& grad, const Tensor& input, at::IntArra
   return {dx, dw};
 }
 
-// torch fuses no norm of low-precision tensors with float32 weights. Of float32 nothing changes.
+// Fuses norms of low-precision tensors with float32 weights, which torch does not. Norms of float32
+// stay torch's.
 Tensor low_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const MaybeTensor& weight,
                     std::optional<double> eps) {
   const auto sizes = c10::asIntArrayRefSlowOpt(shape);

@@ -65,12 +65,12 @@ struct Layer<Result(const Tensor&, Args...)> {
   }
 };
 
-// What a cell's second product is of; undefined for a list that torch refuses.
+// The factor of a cell's second product; undefined for a list that torch refuses.
 Tensor hidden_of(const Tensor& h) { return h; }
 Tensor hidden_of(TensorList h) { return h.size() == 2 ? h[0] : Tensor(); }
 
-// A cell is called for every element of a sequence, so its weights are not kept in float32 for
-// backward: both products are rounded, all that follows, the formula, is float32.
+// A cell is called for every element of a sequence, so backward does not keep its weights in
+// float32: both products are rounded, and the formula after them is computed in float32.
 template <auto stock, auto formula, class Hidden>
 auto cell(const Tensor& x, Hidden h, const Tensor& w_ih, const Tensor& w_hh,
           const MaybeTensor& b_ih, const MaybeTensor& b_hh) {
