@@ -15,6 +15,7 @@ def build_info() -> dict[str, Any]:
 
 def bind_python(
     *,
+    has_sharded_modules: Callable[[], bool],
     is_dtensor: Callable[[Any], bool],
     like: Callable[[Tensor, Any, tuple[int, ...] | None], Tensor],
     whole: Callable[[Tensor], Tensor],
@@ -606,9 +607,6 @@ def params_of(group: dict[str, Any]) -> Sequence[Tensor]:
 
 def have_params(groups: Groups, params: Sequence[Tensor]) -> bool:
     """Whether the groups hold exactly these parameters."""
-
-def count_sharded_modules() -> int:
-    """How many modules of fully_shard there are."""
 
 def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
     """A parameter's place in its optimizer's param_groups, and its name if the group has names."""

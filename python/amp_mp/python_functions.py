@@ -5,8 +5,10 @@ from amp_mp.optim.state.low_bits import refuse_lost
 from amp_mp.optim.step.params import refuse_param
 from amp_mp.sharding import shards
 from amp_mp.sharding.gradients import local_gradient
+from amp_mp.torch_private import has_sharded_modules
 
 _C.bind_python(
+    has_sharded_modules=has_sharded_modules,
     is_dtensor=shards.is_dtensor,
     like=shards.like,
     whole=shards.whole,

@@ -189,6 +189,12 @@ def fsdp_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
+def has_sharded_modules() -> bool:
+    """Whether there are modules of fully_shard; imports nothing."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return states is not None and len(states._module_state_mapping) > 0
+
+
 def gathered_parameters() -> Iterator[Tensor]:
     """The plain parameters that FSDP2 has gathered from shards, in all modules of the process."""
     states = sys.modules.get("torch.distributed._composable_state")

@@ -10,7 +10,8 @@ const PythonFunctions* bound = nullptr;
 
 void bind_python(const py::kwargs& given) {
   const auto named = [&](const char* name) { return py::object(given[name]); };
-  bound = new PythonFunctions{.is_dtensor = {named("is_dtensor")},
+  bound = new PythonFunctions{.has_sharded_modules = {named("has_sharded_modules")},
+                              .is_dtensor = {named("is_dtensor")},
                               .like = {named("like")},
                               .whole = {named("whole")},
                               .part = {named("part")},

@@ -26,6 +26,8 @@ struct PythonFunction<Result(Arguments...)> {
 };
 
 struct PythonFunctions {
+  // torch_private.py
+  PythonFunction<bool()> has_sharded_modules;
   // sharding/shards.py
   PythonFunction<bool(py::handle tensor)> is_dtensor;
   PythonFunction<py::object(at::Tensor local, py::handle param,

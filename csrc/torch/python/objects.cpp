@@ -85,14 +85,6 @@ at::Tensor whole_of(py::handle value) {
   return is_plain(value) ? tensor_of(value).detach() : package().whole(value);
 }
 
-int64_t count_sharded_modules() {
-  static PyObject* const name = PyUnicode_InternFromString("torch.distributed._composable_state");
-  PyObject* module = PyDict_GetItemWithError(PyImport_GetModuleDict(), name);
-  if (!module) return 0;
-  const py::object states = py::getattr(module, "_module_state_mapping", py::none());
-  return states.is_none() ? 0 : int64_t(py::len(states));
-}
-
 std::string shape_text(at::IntArrayRef sizes) { return text_of(py::tuple(py::cast(sizes.vec()))); }
 
 std::string text_of(const py::handle& object) { return py::cast<std::string>(py::str(object)); }

@@ -63,9 +63,6 @@ py::object like(const at::Tensor& local, py::handle param,
 // All of a tensor, as a plain one. All processes must ask for the same DTensors in turn.
 at::Tensor whole_of(py::handle value);
 
-// How many modules of fully_shard there are.
-int64_t count_sharded_modules();
-
 std::string shape_text(at::IntArrayRef sizes);  // "(2, 3)", as Python prints a tuple
 std::string text_of(const py::handle& object);  // str()
 std::string repr_of(const py::handle& object);  // repr()

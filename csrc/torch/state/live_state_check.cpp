@@ -102,7 +102,7 @@ std::array<double, 4> clock_numbers(const Member& member) {
 
 void check_members(const std::vector<Member>& members) {
   // fully_shard gathers parameters for a while, and only Python can tell those.
-  const bool any_sharded = count_sharded_modules() > 0;
+  const bool any_sharded = package().has_sharded_modules();
   for (const Member& member : members) {
     const at::Tensor& t = member.local;
     const bool known = is_plain(member.param) && (t.is_cpu() || t.is_cuda()) && !any_sharded &&

@@ -127,7 +127,6 @@ void bind_stepper(py::module_& m) {
         init_states(layouts_of(rules), groups, states);
       },
       py::arg("rules"), py::arg("groups"), py::arg("states"));
-  m.def("count_sharded_modules", &count_sharded_modules);
   m.def("scalar_on", &scalar_on, py::arg("device"), py::arg("number"));
   m.def(
       "decide",

@@ -120,17 +120,13 @@ void Stepper::forget() {
 
 const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const py::list& rules,
                                                  const py::list& groups, const py::dict& states) {
-  // Only a look at the modules, no new gathering: if a model is deleted on this process alone, the
-  // number changes here alone, and gathering would begin collectives that no other process joins.
-  const int64_t sharded = count_sharded_modules();
   if (!gathered_ || !gathered_->is_current(layouts, groups, states)) {
     hooks_.attr("check")(rules, groups, captured_);
     warn_of_graph();
     gathered_ = std::make_shared<Gathered>(layouts, groups, states, hooks_);
-  } else if (sharded != sharded_modules_ || gathered_->has_no_gradient()) {
+  } else if (gathered_->has_no_gradient()) {
     hooks_.attr("check_replaced")(groups);
   }
-  sharded_modules_ = sharded;
   gathered_->check_capture();
   for (const auto& bucket : gathered_->buckets()) bucket->slots().find_gradients();
   return gathered_;

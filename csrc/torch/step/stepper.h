@@ -118,8 +118,7 @@ class Stepper {
   py::object hooks_;
   std::shared_ptr<Gathered> gathered_;
   bool captured_ = false;
-  int64_t moves_ = 0;            // how often the buckets' tensors had moved up to the last step
-  int64_t sharded_modules_ = 0;  // how many fully_shard had when Python last looked at them
+  int64_t moves_ = 0;  // how often the buckets' tensors had moved up to the last step
   StepLog log_;
 };
 
