@@ -44,9 +44,9 @@ def save(
             there is replaced.
         model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel or
             compiled.
-        optimizer: of amp_mp or torch.optim, over the model's own parameters; Accelerate's around
-            one. Without it the bits that rounding cut off from the weights are saved all the same,
-            and `load` of a prepared model keeps them.
+        optimizer: one of amp_mp or torch.optim over the model's own parameters, or Accelerate's
+            around one. Without it the bits that rounding cut off from the weights are saved all the
+            same, and `load` of a prepared model keeps them.
         more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
             on all processes. One process writes it.
 

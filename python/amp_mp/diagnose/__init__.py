@@ -7,10 +7,10 @@
 """
 
 from amp_mp.diagnose.histogram import Diagnosis, ExponentHistogram
+from amp_mp.diagnose.matrix_sizes import pad_to_multiple, tensor_core_report
 from amp_mp.diagnose.plot import plot_gradients, plot_updates, save
 from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.sharded_memory import ShardedMemory, sharded_memory
-from amp_mp.diagnose.tensor_core_report import pad_to_multiple, tensor_core_report
 from amp_mp.diagnose.tensorboard import log
 from amp_mp.diagnose.updates import UpdateRatios, UpdateTable
 from amp_mp.diagnose.watch import GradientReport, OverflowTracker, Watch, diagnose_overflow, watch

@@ -156,9 +156,8 @@ class AveragedModel(nn.Module):
         own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
 
         def refuse(optimizer: Any, *_: Any) -> None:
-            stepped = map(id, params_in(optimizer.param_groups))
             # This hook may still be there after an interrupt.
-            if swapped & own and not own.isdisjoint(stepped):
+            if swapped & own and not own.isdisjoint(map(id, params_in(optimizer.param_groups))):
                 raise RuntimeError(
                     "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
                     "are averages; step after the block"

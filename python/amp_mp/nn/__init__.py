@@ -21,7 +21,7 @@ from amp_mp.nn.float32_layers import (
 from amp_mp.nn.main_grads import MainGrads, attach_main_grads
 
 if TYPE_CHECKING:
-    from amp_mp.diagnose.tensor_core_report import pad_to_multiple, tensor_core_report
+    from amp_mp.diagnose.matrix_sizes import pad_to_multiple, tensor_core_report
 
 # fmt: off
 __all__ = [

@@ -231,8 +231,8 @@ class Stepper:
         """Measures the gradients as they are, in one read.
 
         Returns, per device, float64 [3]: sum of squares, largest finite |g|, number of elements
-        that are inf or NaN, of all gradients together. Attached with release=True: of the gradients
-        released since the last step; RuntimeError where nothing asked for measuring them.
+        that are inf or NaN, of all gradients together. Attached with release=True, of those that
+        were released since the last step; RuntimeError where nothing asked for measuring them.
         """
         found: dict[torch.device, Tensor]
         found = self.attachment.totals() if self.releases else self.measure().totals()
