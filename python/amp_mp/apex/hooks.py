@@ -1,6 +1,7 @@
 """What initialize leaves on models and optimizers, and for each loss: hooks, masters, scales."""
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -131,7 +132,8 @@ class Stash:
         """The optimizer's, and gradients of low-precision parameters and of masters are None."""
         self._zero_grad(*args, **kwargs)
         if isinstance(self._carrier, InMasters):
-            self._carrier.drop()
+            for tensor in chain(*self._carrier.masters.pairs()):
+                tensor.grad = None
 
     def _before_load(self, *_: Any) -> None:
         self.carrier()

@@ -109,9 +109,7 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         """As FP16_Optimizer's; with iter_size k this is one of k calls before a step."""
         if self.iter_size == 1:
             return super().backward(loss, update_master_grads, retain_graph)
-        before = self.overflow and self._calls > 0
         super().backward(loss / self.iter_size, update_master_grads, retain_graph)
-        self.overflow = self.overflow or before
         self._calls += 1
         return None
 
@@ -134,9 +132,9 @@ class MixedPrecisionOptimizerWrapper(FP16_Optimizer):
         return Masters(optimizer)
 
     @torch.no_grad()
-    def _complete_gradients(self) -> None:
+    def _complete_gradients(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Adds what was recorded of each parameter to its master's gradient, once per step."""
-        for param, master in self._masters.pairs() if self._calls == 0 else ():
+        for param, master in pairs:
             for regularizer in _recorded.get(param, ()):
                 if (grad := master.grad) is None:
                     break

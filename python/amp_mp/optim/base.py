@@ -37,6 +37,7 @@ from amp_mp.optim.step.params import (
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.param_groups import labelled, params_in
 from amp_mp.scaling.norm_spike import NormSpike
+from amp_mp.sharding.gradients import narrow_zeros
 from amp_mp.sharding.reduction import checked_groups
 from amp_mp.torch_private import outside_graphs
 
@@ -154,6 +155,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As torch's; once a CUDA graph has captured a step, gradients stay where it reads them."""
         stays = set_to_none and self._stepper.native.is_captured
         super().zero_grad(set_to_none and not stays)
+        if not set_to_none:
+            narrow_zeros(params_in(self.param_groups))
         self._stepper.keep_gradients(stays)
 
     @property

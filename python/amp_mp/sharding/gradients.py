@@ -1,7 +1,6 @@
 """Gradients on this process, of DTensors and plain tensors: read, written and set aside."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -141,35 +140,21 @@ def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
     return found
 
 
-def multiply_gradients(params: Iterable[Tensor], multiplier: float) -> None:
+def multiply_gradients(params: list[Tensor], multiplier: float) -> None:
     """Multiplies the gradients in place."""
-    grads = gradients_of(params) if multiplier != 1.0 else []
-    _copy_local_(grads, grads, multiplier)
+    if params and multiplier != 1.0:
+        grads = gradients_of(params)
+        _copy_local_(grads, grads, multiplier)
 
 
-@contextmanager
-def set_aside(params: Iterable[Tensor]) -> Iterator[None]:
-    """Sets unscaled gradients aside during the block and adds them back at its end.
+def narrow_zeros(params: Iterable[Tensor]) -> None:
+    """Gives low-precision parameters zeros of their dtype in place of float32 ones.
 
-    Inside the block all gradients are scaled. After an exception the earlier ones are back.
+    Scaled losses leave float32 gradients, to which DistributedDataParallel would not add others.
     """
-    aside = []
     for param in params:
-        grad = param.grad
-        if grad is not None and grad._base is not None:
-            grad = grad.clone()  # of a view of DistributedDataParallel's buckets, which it reuses
-        aside.append((param, grad))
-        param.grad = None
-    try:
-        yield
-    except BaseException:
-        for param, grad in aside:
-            param.grad = grad
-        raise
-    for param, grad in aside:
-        if grad is not None:
-            _C.used_on_current_stream([local_of(grad)])
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        if param.grad is not None and param.grad_dtype is None and param.grad.dtype != param.dtype:
+            param.grad = torch.zeros_like(param)
 
 
 def copy_gradients(pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1.0) -> None:

@@ -1,10 +1,11 @@
 """Where the true gradients of scaled losses are: three kinds of Carrier."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,106 +14,199 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step import ledger
 from amp_mp.optim.step.replaced import ReplacedCheck
 from amp_mp.param_groups import params_in
 from amp_mp.sharding import gradients, reduction
+from amp_mp.sharding.shards import local_of
+from amp_mp.wrappers import ledger
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+class Earlier(NamedTuple):
+    """What the losses before the present one have left of a parameter."""
+
+    param: Tensor
+    grad: Tensor | None  # the parameter's, where a master has the true one
+    true: Tensor
 
 
 class Carrier:
     """Unscales an optimizer's gradients where they are, in their own dtype.
 
-        with carrier.backward(scale):
+        with scaled_backward([carrier], scale):
             (loss * scale).backward()
-            carrier.collect(scale)
+            collect([carrier], scale)
 
-    carried: the scale of the gradients since a backward pass that did not collect them; None if
-    they are true. collected: whether `collect` was called since the last step.
+    The ledger knows the scale of each gradient that is not collected. collected: whether `collect`
+    was called since the last step.
     """
+
+    turn = 1  # in `collect`: masters copy gradients before others change them
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.carried: float | None = None
         self.collected = False
-        self._noted = False  # whether the last backward pass has left gradients
+        self.inside: Pairs | None = None  # the pairs of the scaled_backward under way
+        self._earlier: dict[Tensor, Earlier] = {}  # by the tensor that gets the true gradient
+        # What the present block has found: parameter, its gradient, target, its gradient.
+        self._found: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] = []
+
+    def pairs(self) -> Pairs:
+        """The model's parameters, each with the tensor that gets its true gradient."""
+        return self._find_pairs() if self.inside is None else self.inside
+
+    def _find_pairs(self) -> Pairs:
+        return [(param, param) for param in params_in(self.optimizer.param_groups)]
 
     def params(self) -> list[Tensor]:
         """The model's parameters that the optimizer updates."""
-        return params_in(self.optimizer.param_groups)
+        return [param for param, _ in self.pairs()]
 
-    @contextmanager
-    def backward(self, scale: float, delays: bool = False) -> Iterator[None]:
-        """A block for a backward pass at this scale, and for `collect` unless it is delayed.
+    def carried(self) -> float | None:
+        """The scale of gradients that are not collected yet; None if all are."""
+        scales = ledger.known(self.params()).values()
+        return next((scale for scale in scales if scale is not None), None)
 
-        True gradients of earlier losses are set aside and added again at the end. If `delays`,
-        they are scaled instead, and follow where the next loss has another scale.
+    def settled(self) -> list[Tensor]:
+        """The parameters whose gradients were collected."""
+        return [param for param, scale in ledger.known(self.params()).items() if scale is None]
+
+    # Around a backward pass.
+
+    def drop_cleared(self) -> None:
+        """Drops true gradients of parameters whose own a script has cleared since."""
+        if not self._earlier:
+            return
+        there = ledger.present([each.param for each in self._earlier.values()])
+        self._earlier = {t: each for t, each in self._earlier.items() if each.param in there}
+
+    def set_aside(self, delays: bool) -> None:
+        """Makes room for the gradients of a loss; those of delayed losses stay, to be added to.
+
+        delays: whether this loss is delayed, too. True gradients in the parameter's dtype then stay
+        as well, at a scale of 1.
         """
-        own = self._own_params()
-        if delays or self.carried is not None:
-            gradients.multiply_gradients(self.params(), scale / (self.carried or 1.0))
-            self.carried = scale
-            yield
+        pairs = self.pairs()
+        known = ledger.known([param for param, _ in pairs])
+        self._found = []
+        for param, target in pairs:
+            grad, true = param.grad, target.grad
+            if known.get(param) is not None:
+                continue
+            if delays and true is not None and target is param and true.dtype == param.dtype:
+                ledger.note([param], 1.0)
+                continue
+            self._found.append((param, grad, target, true))
+            if true is not None:
+                # A view is of a bucket, whose memory DistributedDataParallel uses again.
+                own = true if true._base is None else true.clone()
+                self._earlier[target] = Earlier(param, None if target is param else grad, own)
+                param.grad = target.grad = None
+            elif param in known:
+                param.grad = None
+
+    def restore(self) -> None:
+        """Takes back the last `set_aside`, after an exception."""
+        for param, grad, target, true in self._found:
+            self._earlier.pop(target, None)
+            param.grad = grad
+            target.grad = true
+
+    def put_back(self) -> None:
+        """Puts back what is still set aside of parameters that the loss has not reached."""
+        for target, (param, grad, true) in [*self._earlier.items()]:
+            if param.grad is None:
+                param.grad = grad
+                target.grad = true
+                del self._earlier[target]
+
+    def take(self, scale: float, settled: set[Tensor]) -> Pairs:
+        """Divides the gradients by the scale; returns the pairs of which this is the first loss.
+
+        settled: parameters whose gradients are divided; this adds those divided in place.
+        """
+        new = [(param, target) for param, target in self.pairs() if param not in settled]
+        own = [param for param, target in new if target is param]
+        settled.update(own)
+        divided = dict.fromkeys(self._divided(own, scale))
+        copied = [pair for pair in new if pair[1] not in divided]
+        first = [pair for pair in copied if pair[1] not in self._earlier]
+        gradients.multiply_gradients(list(divided), 1.0 / scale)
+        gradients.copy_gradients(first, 1.0 / scale)
+        # One at a time: two float32 gradients of every parameter would take much memory.
+        for param, target in copied if self._earlier else ():
+            if target in self._earlier:
+                gradients.copy_gradients([(param, target)], 1.0 / scale)
+                self._add_earlier(target)
+        for target in [*self._earlier]:
+            self._add_earlier(target)
+        self.collected = True
+        return first
+
+    def _divided(self, params: list[Tensor], scale: float) -> list[Tensor]:
+        """Those whose gradients stay where they are, in their dtype."""
+        return params
+
+    def _add_earlier(self, target: Tensor) -> None:
+        param, grad, true = self._earlier.pop(target)
+        if (new := target.grad) is None:
+            target.grad = true
         else:
-            with gradients.set_aside(own):
-                yield
-        self._noted = ledger.note(own)
+            _C.used_on_current_stream([local_of(true)])
+            is_dense = true.is_sparse and not new.is_sparse  # torch adds a sparse one to it only
+            target.grad = new.add_(true) if is_dense else true.add_(new)
+        if param.grad is None:
+            param.grad = grad
 
-    @torch.no_grad()
-    def collect(self, scale: float) -> None:
-        """Divides the gradients by the scale; each once, also where optimizers share it."""
-        params = self._own_params()
-        true = ledger.kept(params) if self.carried is None else ()
-        if scaled := [param for param in params if param not in true]:
-            self._unscale(scaled, scale)
-        self.carried, self.collected = None, True
-        ledger.note(params)
+    # Around a step.
 
-    def _own_params(self) -> list[Tensor]:
-        """The parameters without masters in param_groups."""
-        return self.params()
-
-    def _unscale(self, params: list[Tensor], scale: float) -> None:
-        gradients.multiply_gradients(params, 1.0 / scale)
+    def check(self) -> None:
+        """Raises RuntimeError if a gradient other than 0 is not collected."""
+        pairs = self.pairs()
+        scales = ledger.known([param for param, _ in pairs])
+        # A scale of 1 matters to masters only, which have not got the gradient yet.
+        waiting = [p for p, t in pairs if (s := scales.get(p)) and (s != 1.0 or t is not p)]
+        if waiting and ledger.nonzero(waiting):
+            raise RuntimeError(
+                f"step: gradients carry the loss scale {scales[waiting[0]]} since "
+                "scale_loss(delay_unscale=True) or backward(loss, update_master_grads=False); the "
+                "last loss before a step needs delay_unscale=False, or update_master_grads()"
+            )
 
     def foreign(self) -> list[Tensor]:
-        """The low-precision parameters with new gradients other than 0 since the last `collect`."""
-        if self.collected or self.carried is not None:
+        """The low-precision parameters with new gradients other than 0 since the last step."""
+        if self.collected:
             return []
         low = [p for p in self.params() if p.requires_grad and p.dtype in LOW_PRECISION]
         return ledger.changed(low)
 
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """Clips the true gradients by their norm over all parameters and returns the norm."""
-        return reduction.clip_gradients(self.optimizer.param_groups, max_norm, norm_type)
+    def before_step(self) -> None:
+        """What a step needs beside gradients: nothing, where the optimizer updates the model."""
 
     def step(self, *closure: Any) -> Any:
         """The optimizer's step."""
         return self.optimizer.step(*closure)
 
-    def check(self) -> None:
-        """Raises RuntimeError if gradients other than 0 carry a scale still."""
-        if self.carried not in (None, 1.0) and ledger.nonzero(self.params()):
-            raise RuntimeError(
-                f"step: gradients carry the loss scale {self.carried} since "
-                "scale_loss(delay_unscale=True) or backward(loss, update_master_grads=False); the "
-                "last loss before a step needs delay_unscale=False, or update_master_grads()"
-            )
-
-    def before_step(self) -> None:
-        """What a step needs beside gradients: nothing, where the optimizer updates the model."""
-
     def after_step(self) -> None:
-        """The next step needs a `collect` of its own."""
+        """The next step needs gradients of its own."""
         self.collected = False
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Clips the true gradients by their norm over all parameters and returns the norm."""
+        return reduction.clip_gradients(self.optimizer.param_groups, max_norm, norm_type)
 
     def zero_grad(self, drop: bool) -> None:
         """Sets the gradients to 0, or to None with `drop`."""
-        self.carried = None
-        for param in {*self.params(), *params_in(self.optimizer.param_groups)}:
-            if param.grad is not None:
-                param.grad = None if drop else param.grad.detach().zero_()
+        tensors = list(dict.fromkeys(chain(*self.pairs())))
+        for tensor in tensors:
+            if tensor.grad is not None:
+                tensor.grad = None if drop else tensor.grad.detach().zero_()
+        gradients.narrow_zeros(tensors)
+        ledger.forget(tensors)
+        self._earlier = {}
 
 
 class InFloat32(Carrier):
@@ -122,19 +216,31 @@ class InFloat32(Carrier):
     parameter. torch's grad_dtype is None from then on: `.grad` may have any dtype.
     """
 
+    turn = 2  # what an optimizer of torch shares with this one is divided in its own dtype
     optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         super().__init__(optimizer)
         self._inputs = _C.StepInputs()
+        self._measured = 0  # how many gradients _inputs.measured is of
 
-    def _unscale(self, params: list[Tensor], scale: float) -> None:
-        if scale == 1.0:
-            return
-        given = [p for p in params if p.grad is not None and p.grad.dtype in LOW_PRECISION]
-        low = dict.fromkeys(given)
-        gradients.copy_gradients([(param, param) for param in low], 1.0 / scale)
-        super()._unscale([param for param in params if param not in low], scale)
+    def _divided(self, params: list[Tensor], scale: float) -> list[Tensor]:
+        wide = {t for t, each in self._earlier.items() if each.true.dtype == torch.float32}
+        low = {p for p in params if p.grad is not None and p.grad.dtype in LOW_PRECISION}
+        return [p for p in params if p not in low or (scale == 1.0 and p not in wide)]
+
+    def take(self, scale: float, settled: set[Tensor]) -> Pairs:
+        """As Carrier's; other gradients need another `clip`."""
+        self._forget_clipping()
+        return super().take(scale, settled)
+
+    def zero_grad(self, drop: bool) -> None:
+        """As Carrier's."""
+        self._forget_clipping()
+        super().zero_grad(drop)
+
+    def _forget_clipping(self) -> None:
+        self._inputs.max_norm = self._inputs.measured = None
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Leaves clipping by the 2-norm to the next step, which rounds nothing to low precision."""
@@ -143,6 +249,9 @@ class InFloat32(Carrier):
         limits = max_norm, self._inputs.max_norm, self.optimizer.max_grad_norm
         self._inputs.max_norm = min(limit for limit in limits if limit is not None)
         self._inputs.measured = stepper_of(self.optimizer).measure()
+        params = self.params()
+        ledger.note(params)
+        self._measured = len(ledger.kept(params))
         totals = self._inputs.measured.totals().values()
         found = [gradients.Statistics(*total.tolist()) for total in totals]
         if any(total.non_finite for total in found):  # the sum has finite elements alone
@@ -151,88 +260,54 @@ class InFloat32(Carrier):
 
     def step(self, *closure: Any) -> Any:
         """The optimizer's step, which clips as `clip` was told."""
+        if self._inputs.measured and len(ledger.kept(self.params())) != self._measured:
+            self._inputs.measured = None  # a script has written gradients since
         try:
             return stepper_of(self.optimizer).step_with(self._inputs, *closure)
         finally:
-            self._inputs = _C.StepInputs()
+            self._forget_clipping()
 
 
 class InMasters(Carrier):
     """Unscales low-precision gradients into those of the masters in param_groups.
 
-    The model's keep the scale of the last loss. Those of other parameters are unscaled in place.
+    The model's keep the scale of the last loss. float32 parameters' are unscaled in place.
     """
+
+    turn = 0
 
     def __init__(self, masters: Masters) -> None:
         super().__init__(masters.optimizer)
         self.masters = masters
         self._replaced = ReplacedCheck()
-        # By master, while the model has a later loss's gradients: the parameter, what the loss
-        # before has left of it, and the true gradient of all losses.
-        self._earlier: dict[Tensor, tuple[Tensor, Tensor | None, Tensor]] = {}
 
-    def params(self) -> list[Tensor]:
-        """The model's parameters."""
-        return self.masters.model_params(self.optimizer.param_groups)
+    def _find_pairs(self) -> Pairs:
+        """Each parameter with its master, or with itself if it has none."""
+        low = self.masters.low
+        return [
+            (low.get(p, p), p) for group in self.optimizer.param_groups for p in group["params"]
+        ]
 
-    def _own_params(self) -> list[Tensor]:
-        return list(chain(*self.masters.fp32_from_fp32_groups))
-
-    @contextmanager
-    def backward(self, scale: float, delays: bool = False) -> Iterator[None]:
-        """As Carrier's; afterwards the model has this loss's gradients, masters those of all."""
+    def drop_cleared(self) -> None:
+        """As Carrier's, and the masters' gradients."""
+        super().drop_cleared()
         self.masters.refresh()
-        pairs = self.masters.pairs()
-        if not self._noted or ledger.are_gone(self.params()):
-            self._forget(pairs)
-        elif self.carried is None:
-            self._set_aside(pairs)
-        try:
-            with super().backward(scale, delays):
-                yield
-        except BaseException:
-            for master, (param, grad, true) in self._earlier.items():
-                param.grad, master.grad = grad, true
-            self._earlier = {}
-            raise
-        self._noted = ledger.note([param for param, _ in pairs]) or self._noted
-
-    def _forget(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Drops the masters' gradients: a script has cleared the model's."""
-        self.carried, self._noted, self._earlier = None, False, {}
-        for _, master in pairs:
-            master.grad = None
-
-    def _set_aside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Makes room in model and masters for the gradients of the next loss."""
+        pairs = [(p, m) for p, m in self.pairs() if m is not p and m.grad is not None]
+        there = ledger.present([param for param, _ in pairs]) if pairs else set()
         for param, master in pairs:
-            if master.grad is not None:
-                self._earlier[master] = (param, param.grad, master.grad)
-            param.grad = master.grad = None
+            if param not in there:
+                master.grad = None
 
-    @torch.no_grad()
-    def collect(self, scale: float) -> None:
-        """Copies the model's gradients, divided by the scale, to the masters."""
-        pairs = self.masters.pairs()
-        low = [param for param, _ in pairs]
+    def take(self, scale: float, settled: set[Tensor]) -> Pairs:
+        """As Carrier's."""
         if self._replaced.seen != ReplacedCheck.assignments:
             self._replaced.check_assigned(self.masters.model_infos())
         self._replaced.check_gradients(self.masters.model_infos())
-        only = [(param, master) for param, master in pairs if master not in self._earlier]
-        gradients.copy_gradients(only, 1.0 / scale)
-        # One at a time: two float32 gradients of every parameter would take much memory.
-        for master, (param, grad, true) in self._earlier.items():
-            gradients.copy_gradients([(param, master)], 1.0 / scale)
-            master.grad = true if master.grad is None else true.add_(master.grad)
-            if param.grad is None:
-                param.grad = grad
-        self._earlier = {}
-        ledger.note(low)
-        super().collect(scale)
+        return super().take(scale, settled)
 
     def foreign(self) -> list[Tensor]:
-        """As Carrier's, and of parameters whose masters have no gradient."""
-        if not self.collected or self.carried is not None:
+        """As Carrier's; and parameters whose masters have no gradient."""
+        if not self.collected:
             return super().foreign()
         return ledger.changed(p for p, m in self.masters.pairs() if m.grad is None)
 
@@ -248,22 +323,70 @@ class InMasters(Carrier):
     def zero_grad(self, drop: bool) -> None:
         """As Carrier's, of the model and of the masters."""
         super().zero_grad(drop)
-        self._noted, self._earlier = False, {}
         if self.masters.stale:
             self.masters.to_model()
-
-    def drop(self) -> None:
-        """Sets the gradients of masters and their parameters to None."""
-        pairs = self.masters.pairs()
-        self._forget(pairs)
-        for param, _ in pairs:
-            param.grad = None
 
 
 def carrier_for(optimizer: Optimizer) -> Carrier:
     """The carrier of an optimizer without masters in its param_groups."""
     inner = without_larc(optimizer)
     return InFloat32(inner) if isinstance(inner, FusedOptimizer) else Carrier(inner)
+
+
+@contextmanager
+def scaled_backward(
+    carriers: Sequence[Carrier], scale: float, delays: bool = False
+) -> Iterator[None]:
+    """A block for a backward pass at this scale, and for `collect` unless it is delayed.
+
+    True gradients of earlier losses are set aside, and `collect` adds them. Gradients of delayed
+    losses stay where they are, and follow where this loss has another scale.
+    """
+    for each in carriers:
+        each.drop_cleared()
+        each.inside = each.pairs()
+    for each in carriers:
+        each.set_aside(delays)
+    params = _params(carriers)
+    factors: dict[float, list[Tensor]] = {}
+    for param, before in ledger.known(params).items():
+        if before is not None:
+            factors.setdefault(scale / before, []).append(param)
+    for factor, own in factors.items():
+        gradients.multiply_gradients(own, factor)
+        ledger.note(own, scale)
+    try:
+        yield
+    except BaseException:
+        for each in reversed(carriers):  # the first has found what parameters had
+            each.restore()
+        raise
+    finally:
+        for each in carriers:
+            each.inside = None
+    if delays:
+        ledger.note(params, scale)
+    for each in carriers:
+        each.put_back()
+
+
+@torch.no_grad()
+def collect(carriers: Iterable[Carrier], scale: float, settled: Iterable[Tensor] = ()) -> Pairs:
+    """Divides gradients by the scale; each once, also where optimizers share it.
+
+    settled: parameters whose gradients are divided already. Returns the parameters and masters for
+    which this is the first loss.
+    """
+    done, first = set(settled), []
+    for each in sorted(carriers, key=attrgetter("turn")):
+        first += each.take(scale, done)
+    ledger.note(_params(carriers))
+    return first
+
+
+def _params(carriers: Iterable[Carrier]) -> list[Tensor]:
+    """The model's parameters, each once."""
+    return [*dict.fromkeys([param for each in carriers for param, _ in each.pairs()])]
 
 
 def model_groups(carriers: Iterable[Carrier]) -> list[dict[str, Any]]:
@@ -277,3 +400,12 @@ def model_groups(carriers: Iterable[Carrier]) -> list[dict[str, Any]]:
             seen.update(own)
             found.append({**group, "params": list(dict.fromkeys(own))})
     return found
+
+
+def refuse_release(optimizer: Any, function: str) -> None:
+    """Raises ValueError for an optimizer whose gradients are stepped and freed during backward."""
+    if isinstance(optimizer, FusedOptimizer) and stepper_of(optimizer).releases:
+        raise ValueError(
+            f"{function}: an optimizer attached with release=True steps during backward, with "
+            "gradients that are still scaled; attach it with scaler=amp_mp.GradScaler()"
+        )

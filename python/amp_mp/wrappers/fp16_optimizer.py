@@ -1,6 +1,6 @@
 """FP16_Optimizer: float32 masters and loss scaling around any torch optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,7 +16,15 @@ from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding import gradients, reduction
 from amp_mp.switch import ENABLED
 from amp_mp.torch_private import outside_graphs, tree_map_only
-from amp_mp.wrappers.carriers import InMasters, carrier_for, model_groups
+from amp_mp.wrappers import ledger
+from amp_mp.wrappers.carriers import (
+    InMasters,
+    carrier_for,
+    collect,
+    model_groups,
+    refuse_release,
+    scaled_backward,
+)
 from amp_mp.wrappers.masters import FusedMasters, Masters
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
 
@@ -119,29 +127,34 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         """
         if not self._masters.enabled:
             return torch.autograd.backward(loss, retain_graph=retain_graph)
+        refuse_release(self.optimizer, "backward")
         scale = self.loss_scale
-        with self._carrier.backward(scale, delays=not update_master_grads):
+        with scaled_backward([self._carrier], scale, delays=not update_master_grads):
             torch.autograd.backward(loss.float() * scale, retain_graph=retain_graph)
             if update_master_grads:
-                self.update_master_grads()
+                self._collect(scale)
 
     def update_master_grads(self) -> None:
         """Divides the model's gradients by the scale, into those of the masters if there are any.
 
         If gradients are checked and one overflows, this sets `overflow` and divides none.
         """
-        scale = self._carrier.carried or self.loss_scale
+        self._collect(self._carrier.carried() or self.loss_scale, self._carrier.settled())
+
+    def _collect(self, scale: float, settled: Sequence[Tensor] = ()) -> None:
         if self._checks:
             totals = reduction.totals_of(model_groups([self._carrier]))
             self.overflow, self._max_abs = gradients.overflow_in(totals, scale)
         if self._checks and self.overflow:
-            self._carrier.carried = scale
+            ledger.note(self._carrier.params(), scale)  # the next loss adds to them
         else:
-            self._carrier.collect(scale)
-            self._complete_gradients()
+            self._complete_gradients(collect([self._carrier], scale, settled))
 
-    def _complete_gradients(self) -> None:
-        """For subclasses: adds terms to the masters' true gradients."""
+    def _complete_gradients(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """For subclasses: adds terms to true gradients, once however many losses add up.
+
+        pairs: the parameters and their masters whose gradients have begun with the last loss.
+        """
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float:
         """As torch.nn.utils.clip_grad_norm_ of the masters, before step; -1 on overflow.
@@ -203,7 +216,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def _check_gradients(self) -> None:
         """Raises RuntimeError for gradients that still carry a scale or came without backward."""
-        if not self._masters.enabled or (self.overflow and self._carrier.carried is not None):
+        if not self._masters.enabled or (self.overflow and self._carrier.carried()):
             return  # an overflow: there will be no step
         self._carrier.check()
         if foreign := self._carrier.foreign():

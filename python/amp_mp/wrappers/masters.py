@@ -1,6 +1,6 @@
 """Float32 masters in an optimizer's param_groups, or those that an optimizer of amp_mp keeps."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
-from amp_mp.param_groups import ParamInfo, param_infos
+from amp_mp.param_groups import ParamInfo, param_infos, params_in
 from amp_mp.sharding import gradients
 from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
 
@@ -31,7 +31,7 @@ class Masters:
     """Replaces an optimizer's low-precision parameters by float32 masters and keeps both.
 
     Lists of lists have one list for each param_group. enabled: False for no masters. stale: an
-    interrupt has left the model older than its masters.
+    interrupt has left the model older than its masters. low: the parameter of each master.
     """
 
     def __init__(self, optimizer: Optimizer, enabled: bool = True) -> None:
@@ -39,7 +39,7 @@ class Masters:
         self.enabled = enabled
         self.stale = False
         self.blocks = MasterBlocks()
-        self._low = _params.setdefault(optimizer, {})
+        self.low = _params.setdefault(optimizer, {})
         self.refresh()
 
     def refresh(self, first: int = 0) -> None:
@@ -75,7 +75,7 @@ class Masters:
                 kept |= {k: v.float() for k, v in low.items()}
             self.optimizer.state[master] = kept
         _C.make_low_bits(param).show(master, param)
-        self._low[master] = param
+        self.low[master] = param
         return master
 
     def label_of(self, param: Tensor) -> str:
@@ -94,12 +94,13 @@ class Masters:
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
-        low, groups = self._low, self.optimizer.param_groups
+        low, groups = self.low, self.optimizer.param_groups
         return [[(low[p], p) for p in group["params"] if p in low] for group in groups]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`grouped_pairs` in a single list."""
-        return list(chain(*self.grouped_pairs()))
+        low, params = self.low, params_in(self.optimizer.param_groups)
+        return [(low[param], param) for param in params if param in low]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -115,7 +116,7 @@ class Masters:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The model's trainable float32 parameters, which need no masters."""
-        low, kind = self._low, torch.float32
+        low, kind = self.low, torch.float32
         return [
             [p for p in group["params"] if p not in low and p.requires_grad and p.dtype == kind]
             for group in self.optimizer.param_groups
@@ -123,11 +124,7 @@ class Masters:
 
     def model_param(self, param: Tensor) -> Tensor:
         """The model's parameter that stands behind one in the param_groups."""
-        return self._low.get(param, param)
-
-    def model_params(self, groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-        """The model's parameters that stand behind those in param_groups."""
-        return [self._low.get(param, param) for group in groups for param in group["params"]]
+        return self.low.get(param, param)
 
     # Around a step.
 
@@ -138,7 +135,7 @@ class Masters:
         refuse_swapped(low, "an optimizer's step or a look at its masters")
         self._catch_up(pairs)
         kept = [(p, m) for p, m in pairs if _C.make_low_bits(p).is_rounded]
-        params, masters = locals_of([p for p, _ in kept]), locals_of([m for _, m in kept])
+        params, masters = map(locals_of, zip(*kept, strict=True)) if kept else ([], [])
         for indices in gradients.by_device(masters).values():
             own, low = [masters[i] for i in indices], [params[i] for i in indices]
             _C.average_(own, [None] * len(own), low, own, 0.0)
@@ -172,7 +169,7 @@ class Masters:
     def edit(self, params: Any) -> Iterator[Any]:
         """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
         pairs, own = self.pairs(), self.optimizer.param_groups
-        model = [self.model_params([group]) for group in own]
+        model = [[*map(self.model_param, group["params"])] for group in own]
         format = "float32" if self.enabled else "none"
         groups = [{**g, "master": format, "params": p} for g, p in zip(own, model, strict=True)]
         self._catch_up(pairs)
@@ -244,6 +241,10 @@ class FusedMasters(Masters):
             self.optimizer.init_state()
         groups = [[(p, _C.master_of(p, state[p])) for p in params] for params in own]
         return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """See grouped_pairs."""
+        return list(chain(*self.grouped_pairs()))
 
     def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Does nothing: these masters are copies."""

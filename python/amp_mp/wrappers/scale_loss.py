@@ -2,30 +2,38 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step import ledger
 from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.param_groups import params_in
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import totals_of
-from amp_mp.wrappers.carriers import Carrier, InFloat32, InMasters, carrier_for, model_groups
+from amp_mp.wrappers import ledger
+from amp_mp.wrappers.carriers import (
+    Carrier,
+    InMasters,
+    carrier_for,
+    collect,
+    model_groups,
+    refuse_release,
+    scaled_backward,
+)
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.wrapper import LOSS_SCALE
 
@@ -42,8 +50,7 @@ class Iteration:
     losses: int = 0
     overflow: bool = False
     max_abs: float = 0.0  # the largest true |g|
-    optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
-    noted: bool = False  # whether a loss has left gradients
+    params: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
     skipped: list[Optimizer] = field(default_factory=list)  # whose next step does nothing
 
     def has_stepped(self) -> bool:
@@ -52,7 +59,7 @@ class Iteration:
 
     def is_gone(self) -> bool:
         """Whether no gradient is left without a step: dropped, or applied by hand."""
-        return self.noted and ledger.are_gone(all_parameters(self.optimizers))
+        return self.losses > 0 and ledger.are_gone(self.params)
 
 
 class SkippedSteps:
@@ -72,6 +79,8 @@ class SkippedSteps:
                 if param.grad is not None:
                     aside.append((param, param.grad))
                     param.grad = None
+            if aside and isinstance(optimizer, FusedOptimizer):
+                stepper_of(optimizer).hooks.replaced.note_gradient()
 
         def after(*_: Any) -> None:
             self.remove(optimizer)
@@ -115,8 +124,6 @@ class ScaledLosses:
         """
         optimizers, policy = _checked(optimizer), self.loss_scaler
         carriers = [carrier_of(each) for each in optimizers]
-        # What an optimizer of torch shares with one of amp_mp is unscaled in its own dtype.
-        carriers.sort(key=lambda each: isinstance(each, InFloat32))
         checks = not (isinstance(policy, Static) and policy.scale == 1)
         if checks:
             gradients.refuse_capture([torch.device(self._device_type)])
@@ -126,28 +133,32 @@ class ScaledLosses:
             iteration = self._begin() if checks and not delays else None
             scale, found = policy.scale, (False, 0.0)
             with ExitStack() as stack:
-                for each in carriers:
-                    stack.enter_context(each.backward(scale, delays))
+                stack.enter_context(scaled_backward(carriers, scale, delays))
                 if checks:
                     stack.enter_context(_warning_if_unscaled(loss))
                 yield loss.float() * scale if checks else loss
                 if iteration is not None:
-                    found = gradients.overflow_in(totals_of(model_groups(carriers)), scale)
-                for each in () if delays else carriers:
-                    each.collect(scale)
+                    groups = model_groups(carriers)
+                    found = gradients.overflow_in(totals_of(groups), scale)
+                if not delays:
+                    collect(carriers, scale)
             if iteration is not None:
-                self._end(iteration, optimizers, *found)
+                iteration.params.update(dict.fromkeys(params_in(groups)))
+                self._end(iteration, optimizers, scale, *found)
 
     def _end(
-        self, iteration: Iteration, optimizers: list[Optimizer], overflow: bool, max_abs: float
+        self,
+        iteration: Iteration,
+        optimizers: list[Optimizer],
+        scale: float,
+        overflow: bool,
+        max_abs: float,
     ) -> None:
         """Moves the scale after a loss; an overflow skips the optimizers' next step."""
-        iteration.optimizers.update(optimizers)
-        iteration.noted |= ledger.note(all_parameters(optimizers))
-        before, is_first = self.loss_scaler.scale, overflow and not iteration.overflow
+        is_first = overflow and not iteration.overflow
         self._update(iteration, overflow, max_abs, optimizers)
         if is_first:
-            self.report_overflow(before)
+            self.report_overflow(scale)
         for each in optimizers if overflow else ():
             self._skips.add(each)
             iteration.skipped.append(each)
@@ -204,11 +215,7 @@ def _checked(optimizer: Any) -> list[Optimizer]:
         if not isinstance(each, Optimizer):
             expected = "scale_loss: optimizer must be a torch.optim.Optimizer or several of them"
             raise TypeError(f"{expected}, found {type(each).__name__}")
-        if isinstance(each, FusedOptimizer) and stepper_of(each).releases:
-            raise ValueError(
-                "scale_loss: an optimizer attached with release=True steps during backward, with "
-                "gradients that are still scaled; attach it with scaler=amp_mp.GradScaler()"
-            )
+        refuse_release(each, "scale_loss")
     return optimizers
 
 

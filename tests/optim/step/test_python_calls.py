@@ -101,7 +101,8 @@ def counted() -> dict[str, Calls]:
     # Last: amp.init leaves hooks on all steps.
     model = network().half()
     own = amp.optim.AdamW(model.parameters())
-    with amp.init(device_type="cpu", dtype=torch.float16) as handle:
+    policy = amp.scaling.Backoff(init_scale=8.0)
+    with amp.init(device_type="cpu", dtype=torch.float16, loss_scale=policy) as handle:
         for _ in range(3):
             loss = model(torch.ones(2, 8).half()).float().sum()
             found["block"] = calls_in(partial(block, handle, loss, own))

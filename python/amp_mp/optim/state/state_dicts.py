@@ -57,7 +57,9 @@ def load_state(
         found = without_repeats(found)
         check_parts(found, groups)
         found = by_names(found, groups)
-        if found["state"] is not checked:
+        # A hook of the user may have written into states that were checked before.
+        hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        if found["state"] is not checked or len(hooks) > 1:
             check_loadable(found, params, stepper)
         _C.renew_masters(groups, optimizer.state)  # a file of torch's has no masters: these stay
         entries = _C.SavedEntries(stepper.rules)

@@ -32,6 +32,10 @@ class ReplacedCheck:
                 "or load without assign"
             )
 
+    def note_gradient(self) -> None:
+        """A parameter has a gradient, which the step under way does not see."""
+        self._had_gradient = True
+
     def check_gradients(self, params: Iterable[tuple[Tensor, ParamInfo]]) -> None:
         """Warns once where none of the trainable parameters has had a gradient so far."""
         trainable = [] if self._had_gradient else [row for row in params if row[0].requires_grad]

@@ -84,10 +84,7 @@ class Hooks:
 
     def check_replaced(self, groups: list[Group]) -> None:
         """Warns where no parameter has had a gradient so far."""
-        optimizer: Any = self._optimizer()
-        # A hook hides the gradients from a step that handle.scale_loss skips.
-        if not optimizer._optimizer_step_pre_hooks:
-            self.replaced.check_gradients(param_infos(groups))
+        self.replaced.check_gradients(param_infos(groups))
 
     def warn_of_graph(self) -> None:
         """Warns that a CUDA graph has captured a step of tensors that are no longer these."""
