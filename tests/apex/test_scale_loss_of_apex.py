@@ -455,3 +455,39 @@ def test_snapshots_of_something_else() -> None:
     amp.load_state_dict({"loss_scaler0": entry})  # a static scale takes it as well
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}
     assert all(math.isfinite(x) for x in train(train_model, optimizer, 2))
+
+
+# Two optimizers with one weight.
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("loss_scale", [8.0, 1.0])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_of_two_optimizers_gets_each_loss_once(
+    level: str, loss_scale: float, delay: bool
+) -> None:
+    model = Weight(torch.ones(2))
+    both = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
+    options = {"verbosity": 0, "loss_scale": loss_scale, "dtype": torch.bfloat16}
+    amp.initialize(model, both, opt_level=level, **options)
+    for i in range(3):
+        backward(model(torch.tensor([1.0, 2.0])), both, delay_unscale=delay and i < 2)
+    assert [grads(each) for each in both] == [[[3.0, 6.0]]] * 2
+    block = amp.scale_loss(model(torch.ones(2)), both)
+    error = ZeroDivisionError()
+    block.__enter__()
+    assert not block.__exit__(type(error), error, None)
+    assert [grads(each) for each in both] == [[[3.0, 6.0]]] * 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_script_gives_an_overflow_up_by_clearing_the_model(level: str) -> None:
+    """As `if overflow: model.zero_grad(); continue`, which steps no optimizer."""
+    model, optimizer = started(level, loss_scale="dynamic")
+    for power in (15.0, 14.0):
+        backward(model(torch.tensor([math.inf, 1.0])), optimizer)
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**power
+        model.zero_grad()
+    backward(model(torch.ones(2)), optimizer)
+    optimizer.step()
+    assert model.w.tolist() == [0.5, 1.5]

@@ -311,3 +311,17 @@ def test_mutated_directories(case: int, tmp_path: Path) -> None:
         train(model, optimizer, 1)
         shutil.rmtree(path)
     assert refused > IN_A_CASE // 4
+
+
+def test_what_a_hook_of_the_user_makes_of_the_state_is_checked(tmp_path: Path) -> None:
+    """load checks the file itself before; a hook may write into what was checked."""
+    path = written(tmp_path, "amp AdamW")
+    model, optimizer = made("amp AdamW")
+
+    def damage(_: Any, found: dict[str, Any]) -> None:
+        found["state"][0]["step"] = torch.tensor(-3.0)
+
+    hook = optimizer.register_load_state_dict_pre_hook(damage)
+    refused(path, model, optimizer, "'step' of parameter 0 must be a whole number from 0 on")
+    hook.remove()
+    amp.checkpoint.load(path, model, optimizer)

@@ -145,6 +145,20 @@ def test_a_regularizer_counts_once_a_step_whatever_iter_size(device: str) -> Non
         assert master.item() == after
 
 
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_regularizer_counts_once_however_many_losses_a_step_has(
+    device: str, delays: bool
+) -> None:
+    weight = weight_of([2.0], torch.float16, device)
+    compat.mp_regularizer_wrapper(compat.l2_half(0.25))(weight)
+    wrapper = compat.MixedPrecisionOptimizerWrapper(torch.optim.SGD([weight], lr=1.0), 8.0)
+    wrapper.backward(weight.sum(), update_master_grads=not delays)
+    wrapper.backward(weight.sum())
+    wrapper.update_master_grads()  # once more changes nothing
+    (master,) = wrapper.fp32_from_fp16_groups[0]
+    assert master.grad.item() == 2 + 0.25 * 2
+
+
 def test_one_overflow_skips_the_whole_group_of_iterations(device: str) -> None:
     weight = weight_of([1.0], torch.float16, device)
     wrapper = compat.MixedPrecisionOptimizerWrapper(

@@ -39,6 +39,24 @@ class Two(nn.Module):
         return sum(terms, torch.zeros((), device=self.low.device))
 
 
+def raise_error(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+class Failing(torch.autograd.Function):
+    """The loss, whose backward pass raises."""
+
+    @staticmethod
+    def forward(_: Any, loss: Tensor) -> Tensor:
+        """See Failing."""
+        return loss.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> None:
+        """See Failing."""
+        raise_error()
+
+
 class Way:
     """One way of scaling losses: its optimizer, one loss, and the true gradients it shows."""
 
@@ -57,6 +75,9 @@ class Way:
 
     def collect(self) -> None:
         """What follows losses that were delayed, if no other loss does."""
+
+    def again(self) -> None:
+        """A call that a script may repeat without effect."""
 
     def gradients(self) -> list[Tensor | None]:
         """Those of the model's parameters, in their order."""
@@ -97,6 +118,10 @@ class Wrapper(Way):
         self.optimizer.backward(loss, update_master_grads=not delay)
 
     def collect(self) -> None:
+        """See Way."""
+        self.optimizer.update_master_grads()
+
+    def again(self) -> None:
         """See Way."""
         self.optimizer.update_master_grads()
 
@@ -182,6 +207,7 @@ class Script:
     def act(self) -> None:
         """One action; then gradients and weights are compared."""
         names = ["loss", "loss", "delay", "clear", "write", "plain", "step", "skip"]
+        names += ["fail", "again", "clear_one"]
         action = self.draw.choice(names)
         self.done.append(action)
         getattr(self, action)()
@@ -230,6 +256,29 @@ class Script:
         self.true, self.waits = {}, False
         if how != "optimizer":  # the masters follow with the next loss
             self.loss()
+
+    def clear_one(self) -> None:
+        """One weight's gradient, before a loss; `waits` or not, nothing of it is left."""
+        name = self.draw.choice(["low", "wide"])
+        getattr(self.way.model, name).grad = None
+        self.true.pop(name, None)
+        self.loss()
+
+    def again(self) -> None:
+        if not self.waits and self.has_losses:
+            self.way.again()
+
+    def fail(self) -> None:
+        """A loss whose backward pass raises at once, or when it has made a gradient."""
+        hook = None
+        if not self.waits and self.draw.random() < 0.5:
+            hook = self.way.model.wide.register_post_accumulate_grad_hook(raise_error)
+        loss = self.way.model.loss({"low": 1.0, "wide": 1.0})
+        scale = 2.0 ** self.draw.randint(1, 6)
+        with pytest.raises(ZeroDivisionError):
+            self.way.backward(loss if hook else Failing.apply(loss), scale, False)
+        if hook is not None:
+            hook.remove()
 
     def step(self) -> None:
         if self.waits:

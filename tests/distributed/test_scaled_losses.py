@@ -102,6 +102,31 @@ def train(layout: str, kind: str, way: Any) -> list[str]:
     return wrong
 
 
+def without_reduction(layout: str) -> list[Any]:
+    """Two steps of a loss in no_sync and one after it, with gradients cleared to zeros."""
+    model = nn.Linear(4, 1, bias=False).half()
+    nn.init.zeros_(model.weight)
+    net: Any = LAYOUTS[layout](model)
+    inner = amp.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = amp.FP16_Optimizer(inner, static_loss_scale=8.0, verbose=False)
+    inputs = torch.ones(1, 4).half() * (1 + dist.get_rank())
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        with net.no_sync():
+            optimizer.backward(net(inputs).float().sum(), update_master_grads=False)
+        optimizer.backward(net(inputs).float().sum())
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    net(inputs).float().sum().backward()  # a plain one adds to the zeros
+    return model.weight.tolist()[0] + model.weight.grad.tolist()[0]
+
+
+@pytest.mark.parametrize("layout", ["DDP", "DDP, views of buckets"])
+def test_losses_before_the_reduction_of_gradients(layout: str) -> None:
+    """Means of (1, 2) and of both losses: 3 a step."""
+    assert on_ranks(2, without_reduction, layout) == [[-6.0] * 4 + [1.5] * 4] * 2
+
+
 @pytest.mark.parametrize("way", [Handle, Wrapper])
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 @pytest.mark.parametrize("layout", LAYOUTS)

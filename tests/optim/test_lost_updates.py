@@ -179,3 +179,32 @@ def test_a_torch_optimizer_over_prepared_weights_warns_at_its_first_step(name: s
         ours = getattr(amp.optim, name)(model.parameters(), lr=0.1)
         model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
         assert caught(ours.step) == []
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_step_without_any_gradient_so_far_says_so_once(device: str, hooked: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = amp.optim.SGD([weight], lr=1.0)
+    if hooked:  # a hook of a script's own changes nothing about it
+        optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="no parameter of this optimizer has a gradient, nor had"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_step_that_is_skipped_for_an_overflow_has_had_gradients(device: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = amp.optim.SGD([weight], lr=1.0)
+    with (
+        amp.init(device_type=device, loss_scale="dynamic", dtype=torch.float16) as handle,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        with handle.scale_loss(weight.sum() * float("inf"), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()  # its gradients are hidden from it
+        optimizer.zero_grad()
+        optimizer.step()
+    assert weight.tolist() == [1.0, 1.0]

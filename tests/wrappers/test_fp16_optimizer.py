@@ -460,3 +460,49 @@ def test_a_load_between_clipping_and_the_step_keeps_the_clipping(device: str) ->
     inner.load_state_dict(inner.state_dict())
     optimizer.step()
     assert param.tolist() == pytest.approx([-0.6, -0.8], rel=2.0**-22)
+
+
+def test_clipping_is_of_the_gradients_that_it_has_seen(device: str) -> None:
+    """Not of those after zero_grad, nor of what the script has written since."""
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16, device=device))
+    inner = amp.optim.SGD([weight], lr=1.0, max_grad_norm=5.0)
+    optimizer = wrap(inner, static_loss_scale=64.0)
+    true = torch.tensor([3.0, 4.0], device=device)
+
+    def backward(factor: float) -> None:
+        optimizer.backward((weight.float() * true * factor).sum())
+
+    backward(1.0)
+    assert optimizer.clip_master_grads(1.0) == 5.0
+    optimizer.zero_grad()
+    backward(10.0)
+    optimizer.step()
+    assert weight.tolist() == [-3.0, -4.0]  # by max_grad_norm alone
+    optimizer.zero_grad()
+    backward(1.0)
+    assert optimizer.clip_master_grads(10.0) == 5.0
+    weight.grad.mul_(4)
+    optimizer.step()
+    assert weight.tolist() == [-6.0, -8.0]
+
+
+def test_gradients_that_are_freed_in_backward_cannot_be_scaled(device: str) -> None:
+    model = nn.Linear(2, 1, device=device).half()
+    inner = amp.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = wrap(inner, static_loss_scale=64.0)
+    inner.attach(model, release=True)
+    before = raw_bytes([*model.parameters()])
+    with pytest.raises(ValueError, match=r"backward: .* release=True .* scaler=amp_mp.GradScaler"):
+        optimizer.backward(model(torch.ones(1, 2, device=device).half()).sum())
+    assert raw_bytes([*model.parameters()]) == before
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SGD, amp.optim.SGD])
+def test_a_later_loss_at_a_scale_of_1_rounds_no_earlier_gradient(device: str, inner: Any) -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16, device=device))
+    optimizer = wrap(inner([weight], lr=1.0), static_loss_scale=2.0**16)
+    optimizer.backward(weight.float().sum() * 2.0**-30)
+    optimizer.loss_scale = 1.0
+    optimizer.backward(weight.float().sum() * 0)
+    (param,) = optimizer.param_groups[0]["params"]
+    assert param.grad.tolist() == [2.0**-30] * 2

@@ -144,12 +144,15 @@ def _accumulated(model: Mixed, optimizer: Any, x: Tensor) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("inner", ["torch SGD", "amp exact"])
+@pytest.mark.parametrize(
+    ("inner", "scale"), [("torch SGD", 128.0), ("torch SGD", 1.0), ("amp exact", 128.0)]
+)
 @pytest.mark.parametrize("in_closure", [False, True])
 def test_a_step_on_gradients_that_were_not_collected_is_refused(
-    device: str, inner: str, in_closure: bool
+    device: str, inner: str, scale: float, in_closure: bool
 ) -> None:
-    model, optimizer, x = make(device, inner, loss_scale=128.0)
+    """At a scale of 1, too, where there are masters: these have not got them."""
+    model, optimizer, x = make(device, inner, loss_scale=scale)
 
     def closure() -> Tensor:
         loss = model(x)
@@ -159,7 +162,7 @@ def test_a_step_on_gradients_that_were_not_collected_is_refused(
     before = raw_bytes([*model.parameters()])
     if not in_closure:
         closure()
-    with pytest.raises(RuntimeError, match=r"carry the loss scale 128.0.*update_master_grads\(\)"):
+    with pytest.raises(RuntimeError, match=rf"loss scale {scale}.*update_master_grads\(\)"):
         optimizer.step(*([closure] if in_closure else []))
     assert raw_bytes([*model.parameters()]) == before
     optimizer.update_master_grads()

@@ -226,7 +226,9 @@ class InFloat32(Carrier):
 
     def _divided(self, params: list[Tensor], scale: float) -> list[Tensor]:
         wide = {t for t, each in self._earlier.items() if each.true.dtype == torch.float32}
-        low = {p for p in params if p.grad is not None and p.grad.dtype in LOW_PRECISION}
+        # A gradient with a graph of its own (create_graph=True) has to stay the tensor it is.
+        given = [p for p in params if p.grad is not None and not p.grad.requires_grad]
+        low = {p for p in given if p.grad is not None and p.grad.dtype in LOW_PRECISION}
         return [p for p in params if p not in low or (scale == 1.0 and p not in wide)]
 
     def take(self, scale: float, settled: set[Tensor]) -> Pairs:
