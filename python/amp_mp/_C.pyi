@@ -571,7 +571,7 @@ class StepLog:
         """Where the last step on the host was skipped: what was."""
 
 class Stepper:
-    """The door of an optimizer's step: csrc/torch/step/stepper.h."""
+    """The steps of an optimizer: csrc/torch/step/stepper.h."""
 
     def __init__(self, hooks: object) -> None: ...
     @property

@@ -213,7 +213,7 @@ def test_the_group_is_read_at_each_step_and_stays_out_of_files() -> None:
         assert wrong.startswith("TypeError: process_groups must be")
 
 
-def other_numbers(folds: bool) -> bool:
+def other_numbers(is_ours: bool) -> bool:
     """scale_loss over experts of other numbers on each rank, with true gradients there already."""
     torch.manual_seed(0)
     dense = nn.Linear(2, 2, bias=False, dtype=torch.float16)
@@ -225,7 +225,7 @@ def other_numbers(folds: bool) -> bool:
         {"params": dense.parameters()},
         {"params": experts.parameters(), "process_groups": dist.group.WORLD},
     ]
-    lib = amp.optim if folds else torch.optim
+    lib = amp.optim if is_ours else torch.optim
     optimizer = lib.SGD(groups, lr=0.1)
     handle = amp.init(dtype=torch.float16, loss_scale=1024.0)
     x = torch.ones(1, 2, dtype=torch.float16)
@@ -242,10 +242,10 @@ def other_numbers(folds: bool) -> bool:
     return torch.equal(before, whole(dense.weight))
 
 
-@pytest.mark.parametrize("folds", [True, False])
-def test_scale_loss_over_other_numbers_of_experts(folds: bool) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_scale_loss_over_other_numbers_of_experts(is_ours: bool) -> None:
     """Which gradients are there already is asked tensor by tensor."""
-    assert on_ranks(2, other_numbers, folds) == [False, False]
+    assert on_ranks(2, other_numbers, is_ours) == [False, False]
 
 
 def resumed_fp16_optimizer() -> tuple[list[float], Any]:
@@ -295,8 +295,8 @@ def float16_expert(shards: bool) -> tuple[float | None, list[float]]:
 
 
 @pytest.mark.parametrize("shards", [True, False], ids=["FSDP2", "plain"])
-def test_gradients_carry_one_scale_on_all_processes(shards: bool) -> None:
-    """Only one process has float16 gradients, which keep the loss scale until the step."""
+def test_a_float16_expert_on_one_process_is_unscaled_there(shards: bool) -> None:
+    """Only one process has float16 gradients."""
     right = math.sqrt(4 * 3.0**2 + 4 * 0.25**2)
     for norm, moved in on_ranks(2, float16_expert, shards):
         assert norm == pytest.approx(right, rel=NORM_ERROR)

@@ -126,7 +126,7 @@ def small_loss(weight: Tensor, power: int = -20) -> Tensor:
 def test_small_float16_gradients_reach_the_masters(
     start: Start, device: str, memory: str | None, losses: int
 ) -> None:
-    """Unscaled in place 2^-30 is 0 in float16; the step now divides by the scale, in float32."""
+    """Divided in float16 2^-30 would be 0."""
     handle = start(dtype=torch.float16, loss_scale=2.0**16)
     weight, twin = weight_on(device, torch.float16), weight_on(device, torch.float16)
     optimizer = amp.optim.SGD([weight], lr=2.0**20, memory=memory)
@@ -149,7 +149,7 @@ def test_small_float16_gradients_reach_the_masters(
 
 @pytest.mark.parametrize("name", ["amp SGD", "amp AdamW"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_gradients_are_true_after_the_block(
+def test_gradients_of_other_dtypes_are_true_after_the_block(
     start: Start, device: str, name: str, dtype: torch.dtype
 ) -> None:
     handle = start(loss_scale=2.0**16)
@@ -158,7 +158,7 @@ def test_other_gradients_are_true_after_the_block(
     assert (weight.grad == 2.0**-20).all()
 
 
-def test_amp_scaling_false_gets_true_gradients(start: Start, device: str) -> None:
+def test_amp_scaling_false_changes_nothing_about_it(start: Start, device: str) -> None:
     handle = start(dtype=torch.float16, loss_scale=2.0**16)
     weight = weight_on(device, torch.float16)
     optimizer = amp.optim.SGD([weight], lr=1.0, amp_scaling=False)

@@ -145,13 +145,13 @@ class Stash:
                 "step: a closure's losses cannot be scaled from here, and there are masters or a "
                 "loss scale; as in Apex, leave it out, or use amp_mp.FP16_Optimizer, which takes it"
             )
+        carrier.check()
         if isinstance(carrier, InMasters) and (foreign := carrier.foreign()):
             raise RuntimeError(
                 f"step: {carrier.masters.label_of(foreign[0])} has a gradient that did not come "
                 "through amp.scale_loss, so that its master would not be updated; call backward "
                 "inside of `with amp.scale_loss(loss, optimizer) as scaled_loss:`"
             )
-        carrier.check()
         carrier.before_step()
 
     def _after_step(self, *_: Any) -> None:

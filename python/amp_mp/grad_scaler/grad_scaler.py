@@ -69,9 +69,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         self._process_groups = checked_groups(process_groups)
         self._statistics = WeakKeyDictionary[Optimizer, WholeStatistics]()
-        self._places = WeakKeyDictionary[
-            Optimizer, dict[Any, Tensor]
-        ]()  # where unscale_ puts its results
+        # Where unscale_ puts its results.
+        self._places = WeakKeyDictionary[Optimizer, dict[Any, Tensor]]()
         self._policy = None if loss_scale is None else make_policy(loss_scale)
         if self._policy is not None:
             init_scale = self._policy.scale

@@ -61,9 +61,8 @@ class _Watch:
         self.seen: WeakKeyDictionary[nn.Module, dict[str, _Seen]] = WeakKeyDictionary()
         self.seen.update({module: {} for module in modules})
         self.steps, self.looked = 0, False
-        self.weights_moved = (
-            0  # looks at which any frozen weight had moved: low precision stops most
-        )
+        # Looks at which any frozen weight had moved: low precision stops most.
+        self.weights_moved = 0
 
     def step(self) -> bool:
         """One more step; False after the last one."""

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.step.replaced import ReplacedCheck
+from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.param_groups import params_in
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.shards import local_of

@@ -164,7 +164,11 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         return -1.0 if self.overflow else self._carrier.clip(max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The true gradients, a list per group; None, with a warning, after an overflow."""
+        """The gradients of the wrapped optimizer's parameters, a list per group.
+
+        They are the true ones, but for losses that `update_master_grads` has not collected yet.
+        None, with a warning, after an overflow.
+        """
         if self.overflow:
             warn("inspect_master_grad_data: the last backward overflowed: look at .overflow before")
             return None

@@ -93,8 +93,10 @@ class LARC(OptimizerAround):
             for group in decaying:
                 group["weight_decay"] = 0.0
             inner: Any = self.optimizer
-            folds = scale is not None
-            found = stepper_of(inner).step_with(_C.StepInputs(scale)) if folds else inner.step()
+            if scale is None:
+                found = inner.step()
+            else:
+                found = stepper_of(inner).step_with(_C.StepInputs(scale))
         finally:
             for group, decay in zip(decaying, kept, strict=True):
                 group["weight_decay"] = decay

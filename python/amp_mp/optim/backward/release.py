@@ -43,9 +43,8 @@ class Release(Attachment):
         self._located = False  # whether _infos is known to be right in this iteration
         self._buckets: dict[Tensor, _C.Bucket] = {}  # each of one parameter
         self._rows: dict[Tensor, Tensor] = {}  # statistics since the last step, float64 [3]
-        self._stepped: set[Tensor] = (
-            set()
-        )  # parameters that still have the gradient they were stepped with
+        # Parameters that still have the gradient they were stepped with.
+        self._stepped: set[Tensor] = set()
         self._passes = Passes()
         self._has_kept = False  # whether gradients had to wait for the optimizer's step
         self._previous = PreviousNorm()

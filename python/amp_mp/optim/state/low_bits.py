@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.optim.step.replaced import ReplacedCheck, assigned
+from amp_mp.optim.state.replaced import ReplacedCheck, assigned
 from amp_mp.sharding.shards import is_dtensor, local_of, part
 
 # The bits of the plain parameters, by name, of the modules that `prepare` has converted. They tell

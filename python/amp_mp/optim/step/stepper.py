@@ -14,11 +14,11 @@ from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.edit_blocks import MasterBlocks
+from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
 from amp_mp.optim.step.overflow_report import describe_nonfinite
 from amp_mp.optim.step.params import refuse_sphere
-from amp_mp.optim.step.replaced import ReplacedCheck
 from amp_mp.param_groups import labelled, param_infos, params_in
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.scaling.overflows import OverflowWatch
