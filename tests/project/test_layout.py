@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from definitions import defined_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
@@ -104,19 +105,6 @@ def test_the_lowest_rooms_import_no_other_room(below: str) -> None:
         and (others := {m for m in imported(name) - SHARED if room(m) != below})
     }
     assert not wrong
-
-
-def defined_in(tree: ast.Module) -> set[str]:
-    """Functions, classes, and variables and attributes that a module assigns."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names
 
 
 # torch's own private names may be used where it has no public one for the same.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from definitions import defined_in
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -147,15 +148,7 @@ def test_the_functions_of_dtensors_and_units() -> None:
 
 def defined(tree: ast.AST) -> set[str]:
     """The private names that a file makes itself."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return {name for name in names if PRIVATE.fullmatch(name)} - LISTED
+    return {name for name in defined_in(tree) if PRIVATE.fullmatch(name)} - LISTED
 
 
 def asked_for(tree: ast.AST) -> Iterator[tuple[int, str]]:
