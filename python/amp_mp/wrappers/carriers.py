@@ -252,7 +252,8 @@ class InFloat32(Carrier):
         self._inputs.max_norm = min(limit for limit in limits if limit is not None)
         self._inputs.measured = stepper_of(self.optimizer).measure()
         params = self.params()
-        ledger.note(params)
+        scales = ledger.known(params)
+        ledger.note([param for param in params if scales.get(param) is None])
         self._measured = len(ledger.kept(params))
         totals = self._inputs.measured.totals().values()
         found = [gradients.Statistics(*total.tolist()) for total in totals]
