@@ -506,3 +506,37 @@ def test_a_later_loss_at_a_scale_of_1_rounds_no_earlier_gradient(device: str, in
     optimizer.backward(weight.float().sum() * 0)
     (param,) = optimizer.param_groups[0]["params"]
     assert param.grad.tolist() == [2.0**-30] * 2
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda weight: weight.float().sum(),
+    "sparse": lambda weight: (
+        nn.functional.embedding(torch.tensor([0, 2]), weight, sparse=True).float().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("second", LOSSES)
+@pytest.mark.parametrize("first", LOSSES)
+def test_sparse_and_dense_gradients_of_one_weight_add_up(first: str, second: str) -> None:
+    """As of an embedding whose weights are those of the last layer, too."""
+    weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.float16))
+    optimizer = wrap(torch.optim.SGD([weight], lr=1.0), static_loss_scale=8.0)
+    optimizer.backward(LOSSES[first](weight))
+    optimizer.backward(LOSSES[second](weight))
+    true = sum(torch.tensor([1.0, name == "dense", 1.0]) for name in (first, second))
+    grad = masters_of(optimizer)[0].grad
+    assert (grad.to_dense() if grad.is_sparse else grad).tolist() == [[x, x] for x in true.tolist()]
+
+
+def test_a_gradient_with_a_graph_stays_differentiable(device: str) -> None:
+    weight = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float16, device=device))
+    optimizer = amp.optim.SGD([weight], lr=1.0)
+    policy = amp.scaling.Static(8.0)
+    with (
+        amp.init(device_type=device, dtype=torch.float16, loss_scale=policy) as handle,
+        handle.scale_loss(weight.square().sum(), optimizer) as scaled,
+    ):
+        scaled.backward(create_graph=True)
+    assert weight.grad.tolist() == [6.0, 6.0]
+    assert weight.grad.requires_grad
