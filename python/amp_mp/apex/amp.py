@@ -28,8 +28,8 @@ from amp_mp.messages import say, warn
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
 from amp_mp.module_names import is_wrapper
+from amp_mp.param_groups import params_in
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
-from amp_mp.sharding import gradients
 from amp_mp.switch import ENABLED
 from amp_mp.wrappers.carriers import Carrier
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
@@ -257,8 +257,8 @@ def _carrier_of(optimizer: Optimizer) -> Carrier:
 def master_params(optimizer: Any) -> Iterator[Tensor]:
     """What the optimizer updates, masters in place of low precision: what is to be clipped."""
     if (stash := stash_of(optimizer)) is not None:
-        stash.carrier()
-    return gradients.master_params(optimizer)
+        stash.make_masters()
+    return iter(params_in(optimizer.param_groups))
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

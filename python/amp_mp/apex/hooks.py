@@ -116,17 +116,20 @@ class Stash:
         optimizer.register_step_post_hook(self._after_step)
         if with_masters:
             have_masters.add(optimizer)
-            optimizer.register_load_state_dict_pre_hook(self._before_load)
+            optimizer.register_load_state_dict_pre_hook(self.make_masters)
             self._zero_grad = optimizer.zero_grad
             optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def carrier(self) -> Carrier:
-        """What unscales the gradients; makes the masters that are missing."""
+        """What unscales the gradients."""
         if self._carrier is None:
             self._carrier = InMasters(Masters(self._optimizer))
-        elif isinstance(self._carrier, InMasters):
-            self._carrier.masters.refresh()
         return self._carrier
+
+    def make_masters(self, *_: Any) -> None:
+        """Gives masters to low-precision parameters that have none yet."""
+        if isinstance(carrier := self.carrier(), InMasters):
+            carrier.masters.refresh()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer's, and gradients of low-precision parameters and of masters are None."""
@@ -135,10 +138,8 @@ class Stash:
             for tensor in chain(*self._carrier.masters.pairs()):
                 tensor.grad = None
 
-    def _before_load(self, *_: Any) -> None:
-        self.carrier()
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.make_masters()
         carrier = self.carrier()
         if any(map(callable, (*args[1:], *kwargs.values()))) and not self._takes_closure:
             raise RuntimeError(

@@ -15,7 +15,8 @@ from amp_mp.optim.options import Options
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.sgd import SGD
 from amp_mp.optim.step.stepper import Stepper
-from amp_mp.sharding.gradients import Verdict, by_device, gradients_of, master_params
+from amp_mp.param_groups import params_in
+from amp_mp.sharding.gradients import Verdict, by_device, gradients_of
 
 # fmt: off
 __all__ = [
@@ -40,7 +41,7 @@ class UnscalingStepper(Stepper):
         verdict = self.native.log.verdict
         if inputs.scale is None or self.releases or verdict is None:
             return inputs
-        grads = gradients_of(master_params(optimizer))
+        grads = gradients_of(params_in(optimizer.param_groups))
         for device, indices in by_device(grads).items():
             own = [grads[i] for i in indices]
             division = _C.decide(device, [], scale=inputs.scale)

@@ -1,13 +1,12 @@
 """Gradients on this process, of DTensors and plain tensors: read, written and set aside."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, local_of, locals_of
 
 # Why a verdict skips a step: an inf or NaN. Another number is a norm above skip_norm_above.
@@ -111,11 +110,6 @@ def _placed(param: Any, label: str | None) -> Any:
     if grad.placements == param.placements:
         return grad
     return grad.redistribute(placements=param.placements)
-
-
-def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that the optimizer updates: masters in an FP16_Optimizer, else the parameters."""
-    yield from params_in(optimizer.param_groups)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
