@@ -3,7 +3,7 @@
 # as well); else torch $(TORCH) is installed with pip.
 
 # An empty variable counts as unset.
-SETTINGS := PYTHON TORCH JOBS TORCH_CUDA_ARCH_LIST SEEDS FIRST COMPILERS
+SETTINGS := PYTHON TORCH JOBS TORCH_CUDA_ARCH_LIST AMP_MP_CUDA AMP_MP_LOOPS SEEDS FIRST COMPILERS
 $(foreach name,$(SETTINGS),$(if $($(name)),,$(eval undefine $(name))))
 
 PYTHON ?= python3
@@ -14,9 +14,13 @@ PY := $(VENV)/bin/python
 ZOO := .venv-zoo
 SITE := .venv-docs
 JOBS ?= 2
-# Kernels are compiled for this machine's GPU, or else one that many have; pip compiles for all.
-GPU = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | grep -xE '[0-9.]+' | sort -u)
+# What this machine runs is compiled: kernels for its GPU, none without one, and loops for its processor's
+# instruction sets. AMP_MP_CUDA=1 asks for kernels without a GPU, for one that many have, AMP_MP_LOOPS=all for
+# all loops. pip compiles everything.
+GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>&1 | grep -xE '[0-9.]+' | sort -u)
 TORCH_CUDA_ARCH_LIST ?= $(or $(GPU),9.0)
+AMP_MP_CUDA ?= $(if $(GPU),,0)
+AMP_MP_LOOPS ?= here
 NATIVE := $(shell find csrc -type f) $(wildcard build_tools/*.py) setup.py pyproject.toml
 PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
@@ -154,11 +158,19 @@ clean:
 build: $(VENV)/built
 
 # First without pip, which would not show how far it is; then pip finds all that is compiled.
-BUILD := AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)"
-$(VENV)/built: $(VENV)/tools $(NATIVE)
+ASKED := AMP_MP_CUDA=$(AMP_MP_CUDA) AMP_MP_LOOPS=$(AMP_MP_LOOPS) TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)"
+BUILD := $(ASKED) AMP_MP_OBJECTS=build/native MAX_JOBS=$(JOBS)
+$(VENV)/built: $(VENV)/tools $(NATIVE) build/asked
 	@$(BUILD) $(PY) setup.py --quiet build_ext --inplace
 	@$(BUILD) $(PY) -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
+
+# Newer than the last build where that was asked for something else.
+build/asked: FORCE
+	@mkdir -p build; echo '$(ASKED)' | cmp -s - $@ || echo '$(ASKED)' > $@
+
+.PHONY: FORCE
+FORCE:
 
 $(VENV)/linters: $(VENV)/tools
 	$(PY) -m pip install --quiet $$($(PY) build_tools/packages.py lint)

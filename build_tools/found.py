@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +129,19 @@ def is_foreign() -> bool:
 def compiler() -> list[str]:
     """The C++ compiler and its first arguments."""
     return shlex.split(os.environ.get("CXX") or "g++")
+
+
+def runs(level: str) -> bool:
+    """Whether this processor runs a level of x86-64, "x86-64-v3".
+
+    The compiler's own answer, by which csrc/cpu/select.cpp chooses when the library is loaded.
+    """
+    code = f'int main() {{ return !__builtin_cpu_supports("{level}"); }}\n'
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/runs"
+        command = [*compiler(), "-x", "c++", "-", "-o", program]
+        done = subprocess.run(command, input=code, capture_output=True, text=True)
+        return done.returncode == 0 and subprocess.run([program]).returncode == 0
 
 
 def check_python() -> None:

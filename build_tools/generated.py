@@ -2,6 +2,8 @@
 
 Each unit parses torch's headers once, which takes some 18 s of CPU time, most of them more than the
 source's own code takes. Two, so that two cores work; after a change only one is compiled again.
+
+Sources with rules of optimizers are compiled once for each family of rules.
 """
 
 from __future__ import annotations
@@ -15,6 +17,17 @@ def torch_units(csrc: Path, folder: Path) -> list[Path]:
     """Writes the two sources to `folder`, where they changed, and returns them."""
     units = {"torch_ops": csrc.glob("torch/*.cpp"), "torch_folders": csrc.glob("torch/*/**/*.cpp")}
     return [one_unit(folder / f"{name}.cpp", sorted(sources)) for name, sources in units.items()]
+
+
+def families_of(source: Path, csrc: Path) -> list[str]:
+    """The families of rules that a source is compiled for: headers of csrc/core/rules with a list.
+
+    [""] for a source that csrc/core/family.h is not in, which is compiled once.
+    """
+    if '#include "core/family.h"' not in source.read_text():
+        return [""]
+    headers = sorted(csrc.glob("core/rules/*.h"))
+    return [h.stem for h in headers if f"#define AMP_MP_RULES_OF_{h.stem}(" in h.read_text()]
 
 
 def one_unit(unit: Path, sources: list[Path]) -> Path:

@@ -2,15 +2,18 @@
 
 amp_mp/native/libamp_mp_kernels.so has the CPU loops for several instruction sets and, where nvcc is
 found, the CUDA kernels. amp_mp/native/torch2_13/_C...so is csrc/torch, compiled for torch 2.13.
+pip and `make wheel` compile all of it; `make` what this machine runs.
 
 Neither setuptools nor torch.utils.cpp_extension can do this: they compile every source with the
 same flags, and the latter wants a torch with CUDA and links CUDA's runtime dynamically.
 
-Environment: AMP_MP_CUDA=1 demands CUDA, 0 leaves it out; TORCH_CUDA_ARCH_LIST chooses architectures
-(found.ARCHITECTURES); AMP_MP_TORCH names folders of packages `torch` to compile for, separated by
-colons; AMP_MP_OBJECTS the folder that keeps objects; AMP_MP_PLAIN_QUOTIENT=1 divides by CUDA's
-plain operations (csrc/cuda/quotient.h); AMP_MP_WERROR=1 makes warnings errors; CUDA_HOME, CXX and
-MAX_JOBS as usual. A machine without a GPU compiles kernels too, where it has nvcc.
+Environment: AMP_MP_CUDA=1 demands CUDA, 0 leaves it out, and without it kernels are compiled where
+nvcc is found, also on a machine without a GPU; AMP_MP_LOOPS=here compiles the CPU loops for the
+instruction sets that this processor runs, "baseline,avx2" for these, "all" (as without it) for
+every one; TORCH_CUDA_ARCH_LIST chooses architectures (found.ARCHITECTURES); AMP_MP_TORCH names
+folders of packages `torch` to compile for, separated by colons; AMP_MP_OBJECTS the folder that
+keeps objects; AMP_MP_PLAIN_QUOTIENT=1 divides by CUDA's plain operations (csrc/cuda/quotient.h);
+AMP_MP_WERROR=1 makes warnings errors; CUDA_HOME, CXX and MAX_JOBS as usual.
 """
 
 from __future__ import annotations
@@ -40,15 +43,17 @@ from build_tools.found import (
     compiler,
     find_cuda,
     find_torches,
+    is_foreign,
     machine,
     run,
+    runs,
 )
-from build_tools.generated import facts_unit, torch_units
+from build_tools.generated import facts_unit, families_of, torch_units
 
 CSRC = ROOT / "csrc"
 KERNELS = "amp_mp.native.libamp_mp_kernels"
-# Of the sources to compile.
-LONGEST = ("apply", "apply_noting", "torch_folders", "loops", "torch_ops", "decide")
+# What takes longest begins first, so that no core waits for it at the end. Beginnings of names.
+LONGEST = ("cuda_apply_adam", "torch_", "cuda_apply", "cpu_apply", "cuda_decide", "cpu_loops")
 IS_X86 = machine() in ("x86_64", "AMD64")
 INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64"}
 
@@ -80,7 +85,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """The object's name: cpu_loops_avx2 for cpu/loops.cpp."""
+        """The object's name: cpu_loops_avx2 for cpu/loops.cpp, cpu_apply_avx2_adam."""
         if not self.source.is_relative_to(CSRC):
             return self.source.stem
         parts = self.source.relative_to(CSRC).with_suffix("").parts
@@ -110,20 +115,45 @@ class Unit:
         note.write_text(str(self._recipe(folder)))
 
 
-def kernel_units(cuda: Cuda | None) -> list[Unit]:
-    """What the library of kernels is made of."""
+def all_sets() -> list[str]:
+    """The instruction sets that there are loops for, the best one first."""
+    return list(INSTRUCTION_SETS) if IS_X86 else ["baseline"]
+
+
+def chosen_sets() -> list[str]:
+    """Those of them that AMP_MP_LOOPS names; baseline is always there."""
+    wanted = os.environ.get("AMP_MP_LOOPS") or "all"
+    known = all_sets()
+    if wanted == "all" or (wanted == "here" and is_foreign()):
+        return known
+    if wanted == "here":
+        return [isa for isa in known if isa == "baseline" or runs(INSTRUCTION_SETS[isa])]
+    named = wanted.split(",")
+    if unknown := [isa for isa in named if isa not in known]:
+        raise SystemExit(
+            f"AMP_MP_LOOPS must be here, all, or names of {', '.join(known)} with commas between "
+            f"them, found {unknown[0]!r}"
+        )
+    return [isa for isa in known if isa in named or isa == "baseline"]
+
+
+def kernel_units(cuda: Cuda | None, sets: list[str]) -> list[Unit]:
+    """What the library of kernels is made of. sets: the instruction sets of the loops."""
     base = [*compiler(), *CXX_FLAGS.split(), *WARNINGS.split(), f"-I{CSRC}"]
-    listed = [Unit(CSRC / "cpu/passes.cpp", [*base, SHOWN])]
-    listed += [Unit(CSRC / "cpu/select.cpp", [*base, SHOWN, *(["-DAMP_MP_X86"] if IS_X86 else [])])]
-    for isa in INSTRUCTION_SETS if IS_X86 else ("baseline",):
-        flags = [HIDDEN, f"-DAMP_MP_ISA={isa}"]
+    compiled_sets = [f"-DAMP_MP_{isa.upper()}" for isa in sets if isa != "baseline"]
+    listed = [Unit(CSRC / "core/rules.cpp", [*base, SHOWN])]
+    listed += [Unit(CSRC / "cpu/passes.cpp", [*base, SHOWN])]
+    listed += [Unit(CSRC / "cpu/select.cpp", [*base, SHOWN, *compiled_sets])]
+    for isa in sets:
+        flags = [*base, HIDDEN, f"-DAMP_MP_ISA={isa}"]
         if IS_X86:  # GCC 12 warns of an undefined value in its own AVX-512 header
             flags += ["-Wno-unknown-warning-option"]  # clang has not the next one
             flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
             flags += [f"-march={INSTRUCTION_SETS[isa]}"]
-        listed.append(Unit(CSRC / "cpu/loops.cpp", [*base, *flags], isa))
-        flags += ["-ffp-contract=fast"]  # of matrix products only
-        listed.append(Unit(CSRC / "cpu/multiply.cpp", [*base, *flags], isa))
+        listed += of_families(CSRC / "cpu/apply.cpp", flags, isa)
+        listed.append(Unit(CSRC / "cpu/loops.cpp", flags, isa))
+        fused = [*flags, "-ffp-contract=fast"]  # of matrix products only
+        listed.append(Unit(CSRC / "cpu/multiply.cpp", fused, isa))
     if cuda:
         # Kernels in a quarter of the bytes, or a third; the driver unpacks those that are used.
         # Drivers for CUDA 12 may not know the denser way.
@@ -138,10 +168,21 @@ def kernel_units(cuda: Cuda | None) -> list[Unit]:
         ]
         if os.environ.get("AMP_MP_PLAIN_QUOTIENT") == "1":
             flags.append("-DAMP_MP_PLAIN_QUOTIENT")
-        listed += [Unit(s, [cuda.nvcc, *flags]) for s in sorted(CSRC.glob("cuda/*.cu"))]
+        for source in sorted(CSRC.glob("cuda/*.cu")):
+            listed += of_families(source, [cuda.nvcc, *flags])
     else:
         listed.append(Unit(CSRC / "cuda/absent.cpp", [*base, SHOWN]))
     return listed
+
+
+def of_families(source: Path, command: list[str], variant: str = "") -> list[Unit]:
+    """The units of a source: one, or one for each family of rules."""
+    units = []
+    for family in families_of(source, CSRC):
+        define = [f"-DAMP_MP_FAMILY={family}"] if family else []
+        name = "_".join(filter(None, (variant, family)))
+        units.append(Unit(source, [*command, *define], name))
+    return units
 
 
 def binding_units(torch: Torch, cuda: Cuda | None, folder: Path) -> list[Unit]:
@@ -164,9 +205,7 @@ def compile_all(units: dict[Path, list[Unit]], jobs: int) -> dict[Path, list[Pat
     """
     everything = [(folder, unit) for folder, listed in units.items() for unit in listed]
     stale = [(folder, unit) for folder, unit in everything if not unit.is_current(folder)]
-    # What takes longest begins first, so that no core waits for it at the end.
-    rank = {name: at for at, name in enumerate(LONGEST)}
-    stale.sort(key=lambda pair: rank.get(pair[1].source.stem, len(rank)))
+    stale.sort(key=lambda pair: [not pair[1].name.startswith(begins) for begins in LONGEST])
     begun = time.monotonic()
     if stale:
         print(f"{len(stale)} of {len(everything)} files to compile, {jobs} at a time", flush=True)
@@ -233,12 +272,12 @@ class BuildNative(build_ext):
         check_torches(self.torches)
         check_python()
         check_compiler()
-        self.cuda = find_cuda(self.torches)
-        say_what_is_built(self.torches, self.cuda)
+        self.cuda, sets = find_cuda(self.torches), chosen_sets()
+        say_what_is_built(self.torches, self.cuda, sets)
         # pip makes a new folder for every build; AMP_MP_OBJECTS names one that lasts.
         temp = ROOT / (os.environ.get("AMP_MP_OBJECTS") or self.build_temp)
         temp.mkdir(parents=True, exist_ok=True)
-        units = {temp: kernel_units(self.cuda)}
+        units = {temp: kernel_units(self.cuda, sets)}
         for torch in self.torches:
             folder = temp / f"{torch.name}-{sys.implementation.cache_tag}"
             folder.mkdir(exist_ok=True)
@@ -280,16 +319,21 @@ class BuildNative(build_ext):
         super().copy_extensions_to_source()
 
 
-def say_what_is_built(torches: list[Torch], cuda: Cuda | None) -> None:
+def say_what_is_built(torches: list[Torch], cuda: Cuda | None, sets: list[str]) -> None:
     """Prints what was found, which is what a report of a failed build has to have."""
     versions = ", ".join(torch.version for torch in torches)
-    kernels = "without CUDA kernels"
+    kernels = "no CUDA kernels (AMP_MP_CUDA=1 asks for them)"
     if of_cuda := [torch.version for torch in torches if torch.cuda and not cuda]:
-        kernels += f", although torch {of_cuda[0]} has CUDA (AMP_MP_CUDA=1 demands them)"
+        kernels = (
+            f"no CUDA kernels, although torch {of_cuda[0]} has CUDA (AMP_MP_CUDA=1 demands them)"
+        )
     if cuda:
-        kernels = f"CUDA {cuda.release} for {cuda.codes} ({cuda.nvcc})"
+        kernels = f"kernels of CUDA {cuda.release} for {cuda.codes} ({cuda.nvcc})"
+    loops = f"CPU loops for {', '.join(reversed(sets))}"
+    if len(sets) < len(all_sets()):
+        loops += " (AMP_MP_LOOPS=all asks for the rest)"
     print(
-        f"building amp_mp for torch {versions}, Python {platform.python_version()}; {kernels}\n"
-        "On two cores: 4 minutes with CUDA kernels for one architecture, 2 without (AMP_MP_CUDA=0)",
+        f"building amp_mp for torch {versions}, Python {platform.python_version()}; {kernels}; "
+        f"{loops}",
         flush=True,
     )

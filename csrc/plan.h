@@ -9,7 +9,7 @@
 #include "core/groups.h"
 #include "core/random.h"
 #include "core/reduce.h"
-#include "core/rules.h"
+#include "core/rule_info.h"
 #include "core/scale.h"
 #include "core/splits.h"
 
@@ -181,16 +181,6 @@ struct DecideInputs {
   NormLimit limit;
   ScaleUpdate scale_update;
   StepReportBuffer report_buffer;
-};
-
-// A rule with what one slot's step changes: constants and the gradient. Made on the device.
-template <class Rule>
-struct SlotRule {
-  Rule rule;
-  float multiplier;  // of the gradient; negative for maximize
-  uint64_t seed;
-  double step;
-  void* grad;
 };
 
 constexpr int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -36,6 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
 for low in LOW_PRECISION:  # before any test: the choice holds for the process
     choose_products("auto", low)
 
+HAS_KERNELS = amp.build_info()["cuda"]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if PRETEND_GPU:
     DEVICES = ["cuda"]
@@ -56,8 +57,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(LogProgress(reporter))
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is not chosen by -m is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that workers end together."""
+    """What takes longest begins first, so that workers end together.
+
+    Tests of kernels run in `make test` where the build has kernels, because only there a change of
+    these can be used; elsewhere in `make test-rest`.
+    """
+    if not HAS_KERNELS:
+        for item in items:
+            if item.get_closest_marker("kernels"):
+                item.add_marker("full")
     items.sort(key=lambda item: item.path.parent.name not in ("distributed", "emulators"))
 
 

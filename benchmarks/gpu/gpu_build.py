@@ -57,6 +57,7 @@ def main() -> None:
     arguments.note.unlink(missing_ok=True)
     settings = {
         "AMP_MP_CUDA": "1",
+        "AMP_MP_LOOPS": "here",
         "AMP_MP_OBJECTS": "build/gpu_objects",  # what is compiled when time runs out stays
         "TORCH_CUDA_ARCH_LIST": now["architectures"],
         "MAX_JOBS": os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1),

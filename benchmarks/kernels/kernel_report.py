@@ -24,6 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from build_tools.generated import families_of  # noqa: E402
+
 CSRC = ROOT / "csrc"
 FLAGS = ["-std=c++20", "-O3", "-fmad=false"]  # build_tools/native.py's for device code
 ARCH = "90"
@@ -154,21 +158,25 @@ def _kind(opcode: str, operands: str) -> str:
 
 
 def report(sources: Sequence[Path]) -> tuple[list[Kernel], dict[str, int]]:
-    """The kernels of `sources` by name, and each source's bytes in the library.
+    """The kernels of `sources` by name, and each unit's bytes in the library.
 
-    Two files are compiled at a time. Raises RuntimeError with what a compiler said.
+    A source with rules is a unit for each family of them. Two are compiled at a time. Raises
+    RuntimeError with what a compiler said.
     """
+    units = [(source, family) for source in sources for family in families_of(source, CSRC)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
-        done = list(pool.map(lambda source: _compile(source, Path(folder)), sources))
-    sizes = {source.name: size for source, (_, size) in zip(sources, done, strict=True)}
+        done = list(pool.map(lambda unit: _compile(*unit, Path(folder)), units))
+    names = [" ".join(filter(None, (source.name, family))) for source, family in units]
+    sizes = {name: size for name, (_, size) in zip(names, done, strict=True)}
     return sorted((k for some, _ in done for k in some), key=lambda kernel: kernel.name), sizes
 
 
-def _compile(source: Path, folder: Path) -> tuple[list[Kernel], int]:
-    keep = folder / source.stem
+def _compile(source: Path, family: str, folder: Path) -> tuple[list[Kernel], int]:
+    keep = folder / f"{source.stem}-{family}"
     keep.mkdir()
     cubin = keep / "kernels.cubin"
     options = [*FLAGS, "-gencode", f"arch=compute_{ARCH},code=sm_{ARCH}", f"-I{CSRC}"]
+    options += [f"-DAMP_MP_FAMILY={family}"] if family else []
     options += ["-cubin", "--keep", "--keep-dir", str(keep), "-Xptxas", "-v", "-o", str(cubin)]
     kernels = parse_ptxas(_run("nvcc", *options, str(source)))
     if kernels:

@@ -1,6 +1,6 @@
 #pragma once
 // The apply loop of a rule: opens a tile of every array, updates it, stores it. Included by
-// loops.cpp.
+// apply.cpp.
 #include "cpu/changes.h"
 #include "cpu/pairs.h"
 
@@ -208,8 +208,9 @@ AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const R
 }
 
 template <class Rule>
-void apply(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+void apply(const Slot& slot, int64_t begin, int64_t end, const void* made, float multiplier,
            uint64_t seed) {
+  const Rule& rule = *static_cast<const Rule*>(made);
   if constexpr (has_direction<Rule>) {
     Slot step = slot;
     step.grad = slot.state[1];

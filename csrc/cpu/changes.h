@@ -1,5 +1,6 @@
 #pragma once
-// Notes which weights of a tile an update has changed (core/changes.h). Included by loops.cpp.
+// Notes which weights of a tile an update has changed (core/changes.h). Included by loops.cpp and
+// apply.h.
 #include "cpu/convert.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -161,20 +162,6 @@ class Noting {
   const Array weights_;
   PartialSums sums_;
 };
-
-void compare(const Comparison& c, int64_t begin, int64_t end) {
-  alignas(64) uint16_t old[kTile] = {}, now[kTile];
-  PartialSums sums;
-  for (int64_t i = begin; i < end; i += kTile) {
-    const int n = int(end - i < kTile ? end - i : kTile);
-    const uint16_t* before =
-        c.before.data ? numbers_of(c.before, c.changes.format, i, old, n) : old;
-    const uint16_t* after = numbers_of(c.after, c.changes.format, i, now, n);
-    uint8_t* bits = c.before.data ? c.changes.bits() + i / 8 : nullptr;
-    compare_tile(bits, before, after, i / kTile, n, sums);
-  }
-  add_to_sum(c.changes, sums);
-}
 
 }  // namespace
 }  // namespace amp_mp::cpu

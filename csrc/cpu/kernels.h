@@ -1,22 +1,23 @@
 #pragma once
-// The inner loops of the CPU passes: one table of functions for each instruction set.
+// The inner loops of the CPU passes: for each instruction set one table of functions, and one for
+// each rule.
 #include "plan.h"
 
 namespace amp_mp::cpu {
 
-// Loops of one rule over elements [begin, end) of a slot.
-template <class Rule>
+// Loops of one rule over elements [begin, end) of a slot. `rule` is one that RuleInfo::make has
+// made.
 struct Loops {
-  void (*apply)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+  void (*apply)(const Slot& slot, int64_t begin, int64_t end, const void* rule, float multiplier,
                 uint64_t seed);
   // First passes of rules that have two: cpu/moments.h; of updates at most one kSpan.
-  void (*directions)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+  void (*directions)(const Slot& slot, int64_t begin, int64_t end, const void* rule,
                      float multiplier, uint64_t seed);
-  UpdateSums (*updates)(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
+  UpdateSums (*updates)(const Slot& slot, int64_t begin, int64_t end, const void* rule,
                         float multiplier, uint64_t seed);
 };
 
-#define AMP_MP_LOOPS(Rule, op) Loops<Rule> op;
+// Loops that know no rule.
 struct Kernels {
   const char* name;
   Statistics (*measure)(const Reading& reading, int64_t begin, int64_t end);  // at most one kSpan
@@ -33,9 +34,7 @@ struct Kernels {
   // n gradients: (grad * inverse + decay * weight) * ratio, the sum rounded once.
   void (*adapt)(float* grad, const float* weight, int64_t n, float inverse, float decay,
                 float ratio);
-  AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)
 };
-#undef AMP_MP_LOOPS
 
 // kWorkspace floats of the calling thread, at a multiple of 64 bytes, until it ends.
 constexpr int kWorkspace = 208 * 1024;
@@ -44,5 +43,7 @@ float* workspace();
 // The table for this processor, chosen once: the best it can run, or what the environment variable
 // AMP_MP_CPU=baseline|avx2|avx512 names; null if that is unknown or cannot run here.
 const Kernels* kernels();
+// A rule's loops for the same instruction set.
+const Loops& loops_of(const RuleInfo& rule);
 
 }  // namespace amp_mp::cpu

@@ -1,15 +1,16 @@
-// The inner loops, compiled once for each instruction set: AMP_MP_ISA is the namespace and the
-// name, the compiler's flags say which instructions it may use. Plain loops that the compiler
-// vectorises.
+// The inner loops that know no rule, compiled once for each instruction set: AMP_MP_ISA is the
+// namespace and the name, the compiler's flags say which instructions it may use. Plain loops that
+// the compiler vectorises.
 //
 // No functions of std (<type_traits> has none), and every inline function is always_inline: an
 // out-of-line copy would be a weak symbol, and the linker could keep the AVX-512 copy for all
 // instruction sets.
 #include "cpu/average.h"
+#include "cpu/changes.h"
 #include "cpu/kernels.h"
 #include "cpu/measure.h"
-#include "cpu/moments.h"
 #include "cpu/norm.h"
+#include "cpu/random.h"
 
 namespace amp_mp::cpu::AMP_MP_ISA {
 namespace {
@@ -65,6 +66,20 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
   }
 }
 
+void compare(const Comparison& c, int64_t begin, int64_t end) {
+  alignas(64) uint16_t old[kTile] = {}, now[kTile];
+  PartialSums sums;
+  for (int64_t i = begin; i < end; i += kTile) {
+    const int n = int(end - i < kTile ? end - i : kTile);
+    const uint16_t* before =
+        c.before.data ? numbers_of(c.before, c.changes.format, i, old, n) : old;
+    const uint16_t* after = numbers_of(c.after, c.changes.format, i, now, n);
+    uint8_t* bits = c.before.data ? c.changes.bits() + i / 8 : nullptr;
+    compare_tile(bits, before, after, i / kTile, n, sums);
+  }
+  add_to_sum(c.changes, sums);
+}
+
 // As torch's addcmul_ adds: with a fused multiply-add where the processor has one.
 void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, float inverse,
            float decay, float ratio) {
@@ -83,7 +98,6 @@ void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, fl
 
 #define AMP_MP_NAME2(isa) #isa
 #define AMP_MP_NAME(isa) AMP_MP_NAME2(isa)
-#define AMP_MP_LOOPS(Rule, op) {apply<Rule>, directions<Rule>, updates<Rule>},
 
 // Of multiply.cpp.
 void multiply(const Product& product, int64_t begin, int64_t end);
@@ -91,17 +105,8 @@ void widen_transposed(const Transposed& transposed);
 void round_transposed(const Transposed& transposed);
 
 extern const Kernels table;
-const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
-                       measure,
-                       copy,
-                       average,
-                       compare,
-                       multiply,
-                       widen_transposed,
-                       round_transposed,
-                       norm,
-                       norm_gradients,
-                       adapt,
-                       AMP_MP_FOR_EACH_RULE(AMP_MP_LOOPS)};
+const Kernels table = {
+    AMP_MP_NAME(AMP_MP_ISA), measure,          copy, average,        compare, multiply,
+    widen_transposed,        round_transposed, norm, norm_gradients, adapt};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

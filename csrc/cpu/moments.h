@@ -1,7 +1,7 @@
 #pragma once
 // The first pass of rules that have two: advances the moments, and stores the update's direction
 // (Muon) or adds up squares of the update and the weights (LAMB). MuonH does the first, then, with
-// the directions made orthogonal, the second. Included by loops.cpp.
+// the directions made orthogonal, the second. Included by apply.cpp.
 #include "cpu/apply.h"
 
 namespace amp_mp::cpu {
@@ -22,9 +22,10 @@ AMP_MP_BOTH void advance(const Rule rule, float multiplier, const float* __restr
 
 // Advances the momentum of elements [begin, end) and stores their directions.
 template <class Rule>
-void directions(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+void directions(const Slot& slot, int64_t begin, int64_t end, const void* made, float multiplier,
                 uint64_t seed) {
   if constexpr (has_direction<Rule>) {
+    const Rule& rule = *static_cast<const Rule*>(made);
     alignas(64) float direction[kTile], tile[kTile], state[kTile];
     RowBytes bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
     const bool random = draws<Rule>(slot);
@@ -85,13 +86,14 @@ AMP_MP_BOTH Advanced advance_tile(const Slot& slot, int64_t i, const Rule& rule,
   return {open(0), open(1)};
 }
 
-// Sums over the update of elements [begin, end), at most one span, and their weights. `rule` was
+// Sums over the update of elements [begin, end), at most one span, and their weights. The rule was
 // made without these. Advances the moments of a rule without directions.
 template <class Rule>
-UpdateSums updates(const Slot& slot, int64_t begin, int64_t end, const Rule& rule, float multiplier,
+UpdateSums updates(const Slot& slot, int64_t begin, int64_t end, const void* made, float multiplier,
                    uint64_t seed) {
   UpdateSums total = {};
   if constexpr (needs_update_norm<Rule>) {
+    const Rule& rule = *static_cast<const Rule*>(made);
     alignas(64) float update[kTile], master[kTile];
     [[maybe_unused]] alignas(64) float state[2][kTile];
     RowBytes bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);

@@ -110,16 +110,6 @@ Norms norms_of_update(const Statistics* sums, int64_t stride) {
           .along = sums[stride].sum_squares};
 }
 
-// The loops of a rule for this processor.
-template <class Rule>
-struct Loop;
-#define AMP_MP_LOOP(Rule, op)                   \
-  template <>                                   \
-  struct Loop<Rule> {                           \
-    static auto get() { return kernels()->op; } \
-  };
-AMP_MP_FOR_EACH_RULE(AMP_MP_LOOP)
-
 }  // namespace
 
 float* workspace() {
@@ -181,31 +171,33 @@ void tick(const Slot* slots, int64_t i, const Hyper& hyper) {
 
 }  // namespace
 
-template <class Rule>
-void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
-           const NormInputs& inputs, int threads) {
+void apply(const RuleInfo& rule, const Slot* slots, int64_t count, const Hyper* hypers,
+           double multiplier, void* rules, const NormInputs& inputs, int threads) {
   const auto factor = [&](const Slot& slot) {
     return float(hypers[slot.group].maximize ? -multiplier : multiplier);
   };
   const auto seed = [&](const Slot& slot) { return hypers[slot.group].seed; };
+  const auto made = [&](int64_t i) { return static_cast<char*>(rules) + size_t(i) * rule.bytes; };
+  const auto make = [&](int64_t i, const Norms& norms) {
+    rule.make(made(i), hypers[slots[i].group], *slots[i].clock, norms);
+  };
   for (int64_t i = 0; i < count; ++i) {
-    const Hyper& hyper = hypers[slots[i].group];
-    tick(slots, i, hyper);
-    rules[i] = make_rule<Rule>(hyper, *slots[i].clock, norms_of(inputs, slots[i].row, multiplier));
+    tick(slots, i, hypers[slots[i].group]);
+    make(i, norms_of(inputs, slots[i].row, multiplier));
   }
-  const Loops<Rule> loops = Loop<Rule>::get();
-  if constexpr (has_direction<Rule>) {
+  const Loops loops = loops_of(rule);
+  if (rule.has_direction) {
     for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
       const Slot& slot = slots[r.item];
-      loops.directions(slot, r.begin, r.end, rules[r.item], factor(slot), seed(slot));
+      loops.directions(slot, r.begin, r.end, made(r.item), factor(slot), seed(slot));
     });
     if (inputs.make_updates) inputs.make_updates(inputs.directions);
   }
-  if constexpr (needs_update_norm<Rule>) {
+  if (rule.needs_update_norm) {
     const int64_t spans = count_spans_of(slots, count);
     for_each_span(slots, count, threads, [&](int64_t i, int64_t begin, int64_t end, int64_t span) {
       const Slot& s = slots[i];
-      const UpdateSums sums = loops.updates(s, begin, end, rules[i], factor(s), seed(s));
+      const UpdateSums sums = loops.updates(s, begin, end, made(i), factor(s), seed(s));
       Statistics* const to = inputs.update_spans + span;
       to[0] = {sums.update, 0, 0};
       to[spans] = {sums.along, 0, 0};
@@ -214,22 +206,15 @@ void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multipl
     for (int k = 0; k < kUpdateSums; ++k)
       add_spans(slots, count, inputs.update_spans + k * spans, inputs.updates + k * count);
     const Statistics* gathered = inputs.gather ? inputs.gather(inputs.context) : nullptr;
-    for (int64_t i = 0; i < count; ++i) {
-      const Norms norms = gathered ? norms_of_update(gathered + kUpdateSums * slots[i].row, 1)
-                                   : norms_of_update(inputs.updates + i, count);
-      rules[i] = make_rule<Rule>(hypers[slots[i].group], *slots[i].clock, norms);
-    }
+    for (int64_t i = 0; i < count; ++i)
+      make(i, gathered ? norms_of_update(gathered + kUpdateSums * slots[i].row, 1)
+                       : norms_of_update(inputs.updates + i, count));
   }
   for_each_range(slots, count, kBlock, threads, [&](const Range& r) {
     const Slot& slot = slots[r.item];
     if (r.item + kAhead < count) prefetch(slots[r.item + kAhead]);
-    loops.apply(slot, r.begin, r.end, rules[r.item], factor(slot), seed(slot));
+    loops.apply(slot, r.begin, r.end, made(r.item), factor(slot), seed(slot));
   });
 }
-
-#define AMP_MP_INSTANTIATE(Rule, op)                                                              \
-  template void apply<Rule>(const Slot*, int64_t, const Hyper*, double, Rule*, const NormInputs&, \
-                            int);
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 }  // namespace amp_mp::cpu

@@ -20,9 +20,8 @@ void average(const Transfer* transfers, int64_t count, double decay, int threads
 void compare(const Comparison* comparisons, int64_t count, int threads);
 
 // Ticks each slot's clock and updates its arrays. The caller has already looked at the verdict:
-// this step is not skipped. `rules` is scratch for `count` rules.
-template <class Rule>
-void apply(const Slot* slots, int64_t count, const Hyper* hypers, double multiplier, Rule* rules,
-           const NormInputs& norms, int threads);
+// this step is not skipped. `rules` is scratch for `count` rules of rule.bytes each.
+void apply(const RuleInfo& rule, const Slot* slots, int64_t count, const Hyper* hypers,
+           double multiplier, void* rules, const NormInputs& norms, int threads);
 
 }  // namespace amp_mp::cpu

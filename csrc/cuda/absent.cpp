@@ -29,12 +29,9 @@ const char* free_on_host(void*) { return kAbsent; }
 bool addresses_host(int) { return false; }
 const char* allocate_for_both(size_t, void*&) { return kAbsent; }
 
-template <class Rule>
-const char* apply(const StepPlan&, const StepTable&, const DecideInputs*, Verdict*, const SpanSums&,
-                  const SpanSums&, SlotRule<Rule>*, const NormInputs&, void*) {
+const char* apply(const RuleInfo&, const StepPlan&, const StepTable&, const DecideInputs*, Verdict*,
+                  const SpanSums&, const SpanSums&, void*, const NormInputs&, void*) {
   return kAbsent;
 }
-
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE_APPLY)
 
 }  // namespace amp_mp::cuda

@@ -1,75 +1,56 @@
-// The apply pass: reads every array of a step once, updates it and writes it back. There is one
-// kernel for each rule, and another one in apply_noting.cu.
+// The kernels that update elements, of one family of rules (core/family.h): the apply pass, which
+// reads every array of a step once, updates it and writes it back, and the passes before it that
+// some rules have.
+#include "core/family.h"
 #include "cuda/apply_loop.h"
+#include "cuda/directions.h"
+#include "cuda/moments.h"
+#include "cuda/rule_kernels.h"
 
 namespace amp_mp::cuda {
 namespace {
 
-// Blocks per multiprocessor. Without this bound ptxas saves registers and splits the loads; with
-// five, some rules would spill registers.
-constexpr int kBlocks = 4;
-
+// Without this bound ptxas saves registers and splits the loads; with five blocks, some rules would
+// spill registers.
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kApplyBlocks)
     apply_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
                  const SlotRule<Rule>* __restrict__ slot_rules, StepReportBuffer report) {
   apply_block<Rule, false, typename LayoutsOf<Rule>::type>(table, verdict, slot_rules, report);
 }
 
-}  // namespace
-
-int chunk_of(const Slot* slots, int64_t count) {
-  return chunk_elements(count_elements(slots, count), kBlocks);
+// Of a step in which the changes of a weight are noted. In a kernel of its own it costs other steps
+// neither a branch nor a register.
+constexpr int kNotingBlocks = 3;  // with four, noting would spill registers
+template <class Rule>
+__global__ void __launch_bounds__(kThreads, kNotingBlocks)
+    apply_noting_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
+                        const SlotRule<Rule>* __restrict__ slot_rules, StepReportBuffer report) {
+  apply_block<Rule, true, NotingLayoutsOf<Rule>>(table, verdict, slot_rules, report);
 }
 
 template <class Rule>
-const char* apply(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
-                  Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
-                  SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
-  for (int64_t i = 0; i < plan.count; ++i)
-    if (!is_compiled<Rule>(plan.slots[i]))
-      return "a state is in a format that states of its kind cannot be stored in (amp_mp.formats)";
-  const int64_t blocks = blocks_of(plan, table, false);
-  StepList list = list_of(plan, table, false);
-  // A block of apply writes the report, since a write to the host's memory takes longer than all of
-  // decide. Not if a callback might raise an error, and there were no apply.
-  const bool has_report =
-      inputs && inputs->report_buffer.reports && blocks > 0 && !norms.gather && !norms.make_updates;
-  list.first_block = has_report;
-  if (const char* error = decide_step<Rule>(plan, table, inputs, verdict, grads, weights,
-                                            slot_rules, norms, false, !has_report, stream))
-    return error;
-  if constexpr (has_direction<Rule>) {
-    if (const char* error = directions<Rule>(plan, table, verdict, slot_rules, stream))
-      return error;
-    if (norms.make_updates) norms.make_updates(norms.directions);
-  }
-  if constexpr (needs_update_norm<Rule>) {
-    if (const char* error = moments<Rule>(plan, table, verdict, slot_rules, norms, stream))
-      return error;
-    SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates,
-                        kUpdateSums * plan.count};
-    NormInputs known = norms;
-    if (norms.gather) {
-      if (const char* error = combine(updates, stream)) return error;
-      known.gathered = norms.gather(norms.context);
-      updates = {};
-    }
-    if (const char* error = decide_step<Rule>(plan, table, nullptr, verdict, updates, SpanSums{},
-                                              slot_rules, known, true, false, stream))
-      return error;
-  }
-  if (blocks == 0) return nullptr;
-  const StepReportBuffer report = has_report ? inputs->report_buffer : StepReportBuffer{};
-  for (int64_t i = 0; i < plan.count; ++i)
-    if (plan.slots[i].changes.sum)
-      return apply_noting(list, blocks, verdict, slot_rules, report, stream);
-  return message(launch(apply_kernel<Rule>, list.first_block + blocks, kThreads,
-                        static_cast<cudaStream_t>(stream), list,
-                        static_cast<const Verdict*>(verdict),
+const char* launch_apply(const StepList& list, int64_t blocks, bool notes, const Verdict* verdict,
+                         const void* slot_rules, const StepReportBuffer& report,
+                         cudaStream_t stream) {
+  const auto kernel = notes ? apply_noting_kernel<Rule> : apply_kernel<Rule>;
+  return message(launch(kernel, list.first_block + blocks, kThreads, stream, list, verdict,
                         static_cast<const SlotRule<Rule>*>(slot_rules), report));
 }
 
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE_APPLY)
+template <class Rule>
+constexpr RuleKernels kernels_of() {
+  RuleKernels kernels = {is_compiled<Rule>, launch_apply<Rule>, nullptr, nullptr};
+  if constexpr (needs_update_norm<Rule>) kernels.moments = launch_moments<Rule>;
+  if constexpr (has_direction<Rule>) kernels.directions = launch_directions<Rule>;
+  return kernels;
+}
+
+}  // namespace
+
+#define AMP_MP_KERNELS(Rule, op) \
+  extern const RuleKernels op;   \
+  const RuleKernels op = kernels_of<Rule>();
+AMP_MP_FOR_EACH_RULE_OF_FAMILY(AMP_MP_KERNELS)
 
 }  // namespace amp_mp::cuda

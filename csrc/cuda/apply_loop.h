@@ -1,5 +1,5 @@
 #pragma once
-// The loop of the apply pass, which apply.cu and apply_noting.cu compile.
+// The loop of the apply pass, which apply.cu compiles.
 #include <type_traits>
 
 #include "cuda/changes.h"
@@ -166,11 +166,5 @@ __device__ __forceinline__ void apply_block(const StepList& table, const Verdict
 }
 
 }  // namespace
-
-// What apply launches where a slot's changes are noted. blocks: those that update elements.
-template <class Rule>
-const char* apply_noting(const StepList& list, int64_t blocks, const Verdict* verdict,
-                         const SlotRule<Rule>* slot_rules, const StepReportBuffer& report,
-                         void* stream);
 
 }  // namespace amp_mp::cuda

@@ -3,6 +3,7 @@
 // decide_step runs in every step: it adds up the sums that measuring has written, decides, and
 // makes each slot's rule. The last thread block to have added its tensors does the rest. The two
 // small kernels below it serve callers that decide without an update.
+#include "core/rules.h"
 #include "cuda/combine.h"
 #include "cuda/deciding.h"
 #include "cuda/made_rules.h"
@@ -28,17 +29,10 @@ __device__ __forceinline__ Norms norms_of(const NormInputs& inputs, int64_t row,
   return n;
 }
 
-// The rules by their operators' names. One kernel makes all of them: a kernel for each would be as
-// long, because rules take the least part of it.
+// RuleInfo::index of each rule, by its operator's name. One kernel makes all rules: a kernel for
+// each would be as long, because rules take the least part of it.
 #define AMP_MP_NAME(Rule, op) op,
-enum class RuleName { AMP_MP_FOR_EACH_RULE(AMP_MP_NAME) };
-#undef AMP_MP_NAME
-template <class Rule>
-constexpr RuleName kNameOf = {};
-#define AMP_MP_NAME(Rule, op) \
-  template <>                 \
-  constexpr RuleName kNameOf<Rule> = RuleName::op;
-AMP_MP_FOR_EACH_RULE(AMP_MP_NAME)
+enum class RuleIndex { AMP_MP_FOR_EACH_RULE(AMP_MP_NAME) };
 #undef AMP_MP_NAME
 
 // Ticks a slot's clock, once a step, and makes its rule.
@@ -98,7 +92,7 @@ template <class Plan>
 __global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
     decide_step_kernel(const Plan __grid_constant__ plan, SpanSums grads, SpanSums weights,
                        DecideInputs inputs, bool decides, bool reports, bool has_ticked,
-                       Verdict* verdict, NormInputs norms, RuleName rule, void* slot_rules) {
+                       Verdict* verdict, NormInputs norms, RuleIndex rule, void* slot_rules) {
   __shared__ CombineShared shared;
   __shared__ DecideShared decided;
   __shared__ MadeRules made;
@@ -128,7 +122,7 @@ __global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
     if (first >= kStep && first < plan.count) known.read(plan, first);
     switch (rule) {
 #define AMP_MP_CASE(Rule, op)                                                              \
-  case RuleName::op:                                                                       \
+  case RuleIndex::op:                                                                      \
     make_rules<Rule>(plan, first, known, has_ticked, multiplier, norms, made, slot_rules); \
     break;
       AMP_MP_FOR_EACH_RULE(AMP_MP_CASE)
@@ -162,34 +156,24 @@ __global__ void update_scale_kernel(ScaleUpdate update, const double* found_inf,
 
 }  // namespace
 
-template <class Rule>
-const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
-                        Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
-                        SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
-                        bool reports, void* stream) {
+const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
+                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                        const SpanSums& weights, void* slot_rules, const NormInputs& norms,
+                        bool updates_measured, bool reports, void* stream) {
   NormInputs known = norms;
-  if constexpr (needs_update_norm<Rule>) {
-    if (!updates_measured) known.updates = nullptr;
-  }
+  if (rule.needs_update_norm && !updates_measured) known.updates = nullptr;
   const auto launch_with = [&]<class Plan>(Plan& arguments) {
     arguments.fill(plan, table);
     return message(launch(decide_step_kernel<Plan>, combine_blocks(grads, weights), kCombineThreads,
                           static_cast<cudaStream_t>(stream), arguments, grads, weights,
                           inputs ? *inputs : DecideInputs{}, inputs != nullptr, reports,
-                          updates_measured, verdict, known, kNameOf<Rule>,
-                          static_cast<void*>(slot_rules)));
+                          updates_measured, verdict, known, RuleIndex(rule.index), slot_rules));
   };
   if (!table.mirror) return launch_with(table_of_thread<ShortPlan>());
   const int64_t words = table.groups + plan.count;
   if (words <= kFewWords) return launch_with(table_of_thread<LongPlan<kFewWords>>());
   return launch_with(table_of_thread<LongPlan<kManyWords>>());
 }
-
-#define AMP_MP_INSTANTIATE(Rule, op)                                                             \
-  template const char* decide_step<Rule>(const StepPlan&, const StepTable&, const DecideInputs*, \
-                                         Verdict*, const SpanSums&, const SpanSums&,             \
-                                         SlotRule<Rule>*, const NormInputs&, bool, bool, void*);
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 const char* decide(const Statistics* total, const DecideInputs& inputs, Verdict* verdict,
                    void* stream) {

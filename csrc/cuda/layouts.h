@@ -3,11 +3,21 @@
 // the `memory` settings of the common optimizers.
 //
 // A slot's tag has five bits for the format of each array, and one that says how its weights are
-// compared. A layout is a tag, in which the digit
-// kAnyDigit leaves a format open.
-#include "core/rules.h"
+// compared. A layout is a tag, in which the digit kAnyDigit leaves a format open.
+#include <type_traits>
+
 #include "cuda/gpu.h"
 #include "plan.h"
+
+namespace amp_mp {
+// Declared alone: a unit has the rules of its own family.
+struct Adam;
+struct AdamW;
+struct Lion;
+struct PlainRMSprop;
+struct RMSprop;
+struct SGD;
+}  // namespace amp_mp
 
 namespace amp_mp::cuda {
 
@@ -96,5 +106,11 @@ struct LayoutsOf<PlainRMSprop> {
                           layout_of(Format::bfloat16_split24, Format::ue8m8),
                           layout_of(Format::bfloat16_split24, Format::log8)>;
 };
+
+// Those of a step that notes changes: weights that samplers are sent train with AdamW, and the
+// others' loops would be half of what compiling takes.
+template <class Rule>
+using NotingLayoutsOf =
+    std::conditional_t<std::is_same_v<Rule, AdamW>, typename LayoutsOf<Rule>::type, LayoutList<>>;
 
 }  // namespace amp_mp::cuda

@@ -4,6 +4,7 @@
 // 500 slots take as long as a warp of them.
 #include <algorithm>
 
+#include "core/rules.h"
 #include "cuda/step_table.h"
 
 namespace amp_mp::cuda {

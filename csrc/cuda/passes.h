@@ -68,33 +68,19 @@ const char* write_table(const StepPlan& plan, const StepTable& table, bool only_
 
 // A step: adds up `grads` and `weights`, decides from the total of `grads` (or, if `inputs` is
 // null, uses `verdict` as it is), then ticks each slot's clock and updates it, unless the verdict
-// says overflow. `slot_rules` is device memory, one for each row of the table. norms: as on the
-// CPU; `gather` is called after an overflow too, with updates of zero.
-template <class Rule>
-const char* apply(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
-                  Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
-                  SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
-// In whichever file defines it: with kernels (apply.cu), or without (absent.cpp).
-#define AMP_MP_INSTANTIATE_APPLY(Rule, op)                                                      \
-  template const char* apply<Rule>(const StepPlan&, const StepTable&, const DecideInputs*,      \
-                                   Verdict*, const SpanSums&, const SpanSums&, SlotRule<Rule>*, \
-                                   const NormInputs&, void*);
+// says overflow. `slot_rules` is device memory of rule.bytes for each row of the table. norms: as
+// on the CPU; `gather` is called after an overflow too, with updates of zero.
+const char* apply(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
+                  const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                  const SpanSums& weights, void* slot_rules, const NormInputs& norms, void* stream);
 
-// The kernels that apply launches first. decide_step: all that has to be known before tensors are
-// touched; `updates_measured`: called again after `moments`, because only the updates' norms are
-// new; `reports`: apply will not write the report. moments: that of rules that need their update's
-// norm. directions: that of rules with directions.
-template <class Rule>
-const char* decide_step(const StepPlan& plan, const StepTable& table, const DecideInputs* inputs,
-                        Verdict* verdict, const SpanSums& grads, const SpanSums& weights,
-                        SlotRule<Rule>* slot_rules, const NormInputs& norms, bool updates_measured,
-                        bool reports, void* stream);
-template <class Rule>
-const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
-                    const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream);
-template <class Rule>
-const char* directions(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
-                       const SlotRule<Rule>* slot_rules, void* stream);
+// The kernel that apply launches first: all that has to be known before tensors are touched.
+// updates_measured: called again after `moments`, because only the updates' norms are new.
+// reports: apply will not write the report.
+const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
+                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                        const SpanSums& weights, void* slot_rules, const NormInputs& norms,
+                        bool updates_measured, bool reports, void* stream);
 
 // Updates a loss scale outside a step. max_abs may be null for policies that do not use it.
 const char* update_scale(const ScaleUpdate& update, const double* found_inf, const double* max_abs,

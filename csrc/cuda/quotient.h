@@ -7,7 +7,7 @@
 // test for all eight elements; where it fails, the plain operations are used. They are used
 // everywhere in a build with AMP_MP_PLAIN_QUOTIENT=1, which is for a GPU on which
 // tests/optim/step/test_quotients.py fails.
-#include "core/rules.h"
+#include "core/rules/base.h"
 #include "cuda/pack8.h"
 
 namespace amp_mp::cuda {

@@ -37,8 +37,8 @@ PYBIND11_MODULE(_C, m) {
   using namespace amp_mp;
   if (!cpu::kernels())
     throw py::import_error(
-        "amp_mp: AMP_MP_CPU must be baseline, avx2 or avx512 and supported by this processor; "
-        "unset it to let amp_mp choose");
+        "amp_mp: AMP_MP_CPU must be baseline, avx2 or avx512, supported by this processor and in "
+        "this build (AMP_MP_LOOPS=all compiles all three); unset it to let amp_mp choose");
   m.def("build_info", build_info);
   bind_python_functions(m);
   bind_tables(m);

@@ -12,7 +12,12 @@ from cuda_on_cpu.build import build, run, why_unavailable
 from made import KEPT
 from tiers import full
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("cuda_kernels")]
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("cuda_kernels"),
+]
 
 HERE = Path(__file__).resolve().parent
 
@@ -20,11 +25,9 @@ CSRC = HERE.parents[1] / "csrc"
 SOURCES = [
     HERE / "cuda_kernels/compare.cpp",
     CSRC / "cuda/apply.cu",  # takes longest to compile, so it begins early
-    CSRC / "cpu/loops.cpp",
-    CSRC / "cpu/multiply.cpp",
     *sorted(set(CSRC.glob("cuda/*.cu")) - {CSRC / "cuda/apply.cu"}),
-    CSRC / "cpu/passes.cpp",
-    CSRC / "cpu/select.cpp",
+    CSRC / "core/rules.cpp",
+    *sorted(CSRC.glob("cpu/*.cpp")),
 ]
 
 

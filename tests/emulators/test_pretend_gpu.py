@@ -12,7 +12,11 @@ import pytest
 from pretend_gpu.build import build, why_unavailable
 from pretend_gpu.suite import CHOSEN, DELAYED, FILES, ITSELF, ON_A_GPU, pass_in_numbers, passed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first one builds the library
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+]  # the first one builds the library
 PARTS = 3
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+from build_tools.generated import families_of  # noqa: E402
+
 GUIDE = (ROOT / "docs/adding_things.md").read_text()
 COPIED = ("build_tools", "csrc", "python", "tests", "benchmarks", "examples")
 FILES = ("setup.py", "pyproject.toml", "README.md")
@@ -21,11 +25,10 @@ EDIT = re.compile(
     r"^(?:New file|In) `([^`]+)`(?:, (after|before|instead of) `([^`]+)`)?:\n\n```\w+\n(.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-# The library with one instruction set, hardly optimised: compiling takes longer than running.
+# The library hardly optimised: compiling takes longer than running.
 BUILD = """
 import runpy, sys
 from build_tools import native
-native.IS_X86 = False
 native.CXX_FLAGS = native.CXX_FLAGS.replace("-O3", "-O1")
 sys.argv = ["setup.py", "-q", "build_ext", "--inplace"]
 runpy.run_path("setup.py", run_name="__main__")
@@ -80,7 +83,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copy(ROOT / file, copy / file)
     for file, text in texts_of_the_guide().items():
         (copy / file).write_text(text)
-    done = run(copy, "-c", BUILD, AMP_MP_CUDA="0", AMP_MP_WERROR="1", MAX_JOBS="2")
+    environment = {"AMP_MP_CUDA": "0", "AMP_MP_LOOPS": "baseline", "AMP_MP_WERROR": "1"}
+    done = run(copy, "-c", BUILD, **environment, MAX_JOBS="2")
     assert done.returncode == 0, done.stdout + done.stderr
     yield copy
     shutil.rmtree(copy)
@@ -115,7 +119,10 @@ def test_the_kernels_with_the_new_format_compile(tree: Path, tmp_path: Path) -> 
     if nvcc is None:
         pytest.skip("no nvcc")
     command = [nvcc, "-std=c++20", "-O0", "-Xcicc", "-O0", "-arch=compute_90", f"-I{tree}/csrc"]
-    command += ["-ptx", f"{tree}/csrc/cuda/apply.cu", "-o", str(tmp_path / "apply.ptx")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for family in families_of(tree / "csrc/cuda/apply.cu", tree / "csrc"):
+        options = ["-ptx", f"-DAMP_MP_FAMILY={family}", "-o", str(tmp_path / "apply.ptx")]
+        done = subprocess.run(
+            [*command, *options, f"{tree}/csrc/cuda/apply.cu"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
     assert "Signum" in (tmp_path / "apply.ptx").read_text()

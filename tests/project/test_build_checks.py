@@ -93,8 +93,9 @@ def nvcc_of(release: str, home: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("AMP_MP_CUDA", "AMP_MP_TORCH", "CUDA_HOME", "CXX", "TORCH_CUDA_ARCH_LIST"):
+    for name in ("AMP_MP_CUDA", "AMP_MP_LOOPS", "AMP_MP_TORCH", "CUDA_HOME", "CXX"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no compiler, no nvcc
     which = found.shutil.which
     # This machine may have a toolkit where toolkits are.
@@ -233,16 +234,20 @@ def test_no_nvcc_is_an_error_where_a_gpu_or_the_user_asks_for_kernels(
     assert ("'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'" in hint) == (cuda == "13.0")
 
 
-def test_a_build_for_the_cpu_alone_says_so_in_one_line(
+def test_what_is_left_out_is_said_in_one_line_that_names_what_asks_for_it(
     here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = here.torches()
-    native.say_what_is_built(ours, found.find_cuda(ours))
-    said = capsys.readouterr().out.splitlines()[0]
-    assert "without CUDA kernels, although torch 2.13.0+cu130 has CUDA (AMP_MP_CUDA=1" in said
+    native.say_what_is_built(ours, found.find_cuda(ours), native.all_sets())
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "no CUDA kernels, although torch 2.13.0+cu130 has CUDA (AMP_MP_CUDA=1" in said
+    assert "AMP_MP_LOOPS" not in said
     cpu = [dataclasses.replace(ours[0], cuda=None)]
-    native.say_what_is_built(cpu, None)
-    assert capsys.readouterr().out.splitlines()[0].endswith("without CUDA kernels")
+    here.patch.setattr(native, "IS_X86", True)
+    native.say_what_is_built(cpu, None, ["avx2", "baseline"])
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "no CUDA kernels (AMP_MP_CUDA=1 asks for them)" in said
+    assert said.endswith("CPU loops for baseline, avx2 (AMP_MP_LOOPS=all asks for the rest)")
 
 
 def test_nvcc_of_pips_packages_is_found_beside_torch(here: Here) -> None:
@@ -443,13 +448,16 @@ def settings(folder: Path, nvcc: str, monkeypatch: pytest.MonkeyPatch) -> list[o
         found.find_nvcc([]),
         found.missing_nvcc([]),
         found.architecture_flags(nvcc),
+        native.chosen_sets(),
         (metadata.commit(), metadata.home()),
         of_wheel,
         make.stdout + make.stderr,
     ]
 
 
-VARIABLES = "AMP_MP_TORCH AMP_MP_CUDA AMP_MP_OBJECTS AMP_MP_COMMIT AMP_MP_HOME CXX CUDA_HOME"
+VARIABLES = (
+    "AMP_MP_TORCH AMP_MP_CUDA AMP_MP_LOOPS AMP_MP_OBJECTS AMP_MP_COMMIT AMP_MP_HOME CXX CUDA_HOME"
+)
 VARIABLES += " MAX_JOBS TORCH_CUDA_ARCH_LIST PYTHON TORCH JOBS SEEDS FIRST COMPILERS"
 
 
@@ -464,6 +472,89 @@ def test_an_empty_variable_counts_as_unset(tmp_path: Path, monkeypatch: pytest.M
     for name in VARIABLES.split():
         monkeypatch.setenv(name, "")
     assert settings(tmp_path, nvcc, monkeypatch) == unset
+
+
+# ---- what is compiled ----------------------------------------------------------------------------
+
+# In both, csrc/torch is compiled for each torch.
+ALWAYS = {"core_rules", "cpu_passes", "cpu_select"}
+FAMILIES = ("adadelta", "adam", "adaptive", "layerwise", "muon", "sgd")
+KERNELS = {f"cuda_apply_{family}" for family in FAMILIES}
+KERNELS |= {
+    f"cuda_{name}" for name in ["average", "compare", "copy", "decide", "measure", "runtime"]
+}
+KERNELS |= {"cuda_step", "cuda_step_table"}
+NO_KERNELS = {"cuda_absent"}
+
+
+def loops(*sets: str) -> set[str]:
+    """The names of the units with loops for these instruction sets."""
+    units = {f"cpu_{source}_{isa}" for source in ("loops", "multiply") for isa in sets}
+    return units | {f"cpu_apply_{isa}_{family}" for isa in sets for family in FAMILIES}
+
+
+def asked_by_make(gpu: bool, here: Here) -> dict[str, str]:
+    """The variables that `make build` gives the build, on a machine with a GPU or without."""
+    tool(here.folder / "bin/nvidia-smi", "echo 9.0" if gpu else "exit 9")
+    path = f"{here.folder}/bin:/usr/bin:/bin"
+    command = ["make", "--dry-run", "--always-make", "build/asked"]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(re.findall(r'(\w+)="?([\w.]+)', done.stdout.split("echo")[1]))
+
+
+@pytest.mark.parametrize(
+    ("who", "processor", "wanted"),
+    [
+        ("make", "avx512", NO_KERNELS | loops("baseline", "avx2", "avx512")),
+        ("make", "avx2", NO_KERNELS | loops("baseline", "avx2")),
+        ("make", "baseline", NO_KERNELS | loops("baseline")),
+        ("make", "aarch64", NO_KERNELS | loops("baseline")),
+        ("make with a GPU", "avx2", KERNELS | loops("baseline", "avx2")),
+        ("make with everything", "avx2", KERNELS | loops("baseline", "avx2", "avx512")),
+        ("pip", "avx2", KERNELS | loops("baseline", "avx2", "avx512")),
+        ("pip without nvcc", "baseline", NO_KERNELS | loops("baseline", "avx2", "avx512")),
+        ("pip", "aarch64", KERNELS | loops("baseline")),
+        ("wheel", "baseline", KERNELS | loops("baseline", "avx2", "avx512")),
+    ],
+)
+def test_units(who: str, processor: str, wanted: set[str], here: Here) -> None:
+    levels = {"avx2": ("x86-64-v3",), "avx512": ("x86-64-v3", "x86-64-v4")}
+    here.patch.setattr(native, "IS_X86", processor != "aarch64")
+    here.patch.setattr(native, "runs", lambda level: level in levels.get(processor, ()))
+    if who != "pip without nvcc":
+        here.toolkit("13.0")
+    if who.startswith("make"):
+        here.set(**asked_by_make(who == "make with a GPU", here))
+    if who == "make with everything":  # as .ci/run exports them
+        here.set(AMP_MP_CUDA="1", AMP_MP_LOOPS="all")
+    if who == "wheel":
+        here.set(AMP_MP_CUDA="1")  # wheel.build
+    units = native.kernel_units(found.find_cuda(here.torches()), native.chosen_sets())
+    assert {unit.name for unit in units} == ALWAYS | wanted
+    assert len(units) == len(ALWAYS | wanted)
+    (select,) = (unit.command for unit in units if unit.name == "cpu_select")
+    compiled = {option[9:] for option in select if option.startswith("-DAMP_MP_")}
+    assert compiled == {isa.upper() for isa in ("avx2", "avx512") if loops(isa) <= wanted}
+
+
+def test_unknown_sets_of_loops_are_refused(here: Here) -> None:
+    here.patch.setattr(native, "IS_X86", True)
+    here.set(AMP_MP_LOOPS="avx2,avx1024")
+    with pytest.raises(SystemExit, match=r"AMP_MP_LOOPS must be here, all, .*found 'avx1024'"):
+        native.chosen_sets()
+    here.set(AMP_MP_LOOPS="avx2")
+    assert native.chosen_sets() == ["avx2", "baseline"]
+
+
+def test_a_processor_runs_what_the_library_chooses_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMP_MP_LOOPS=here compiles the set that is taken where all are compiled."""
+    monkeypatch.undo()  # this machine's compiler
+    if not native.IS_X86:
+        pytest.skip("other processors have one set of loops")
+    assert found.runs("x86-64")
+    best = next(isa for isa, level in native.INSTRUCTION_SETS.items() if found.runs(level))
+    assert os.environ.get("AMP_MP_CPU") or amp_mp.build_info()["cpu"] == best
 
 
 # ---- the environment of `make` -------------------------------------------------------------------

@@ -24,15 +24,13 @@ from build_tools import found  # noqa: E402
 FIRST_HALVES = ("moments_kernel", "directions_kernel")
 APPLY = ("apply_kernel", "apply_noting_kernel")
 HOT = (*APPLY, "average_kernel", "compare_kernel", "copy_kernel", "measure_kernel", *FIRST_HALVES)
-LIST = (ROOT / "csrc/core/rules.h").read_text()
-STATES = {
-    rule: len(Rule(operator).names) for rule, operator in re.findall(r"X\((\w+), (\w+)\)", LIST)
-}
-STATES |= {"Amsgrad": STATES["AmsgradAdamW"]}
 _HEADERS = "".join(path.read_text() for path in (ROOT / "csrc/core/rules").glob("*.h"))
+LISTED = dict(re.findall(r"  X\((\w+), (\w+)\)", _HEADERS))
+STATES = {rule: len(Rule(operator).names) for rule, operator in LISTED.items()}
+STATES |= {"Amsgrad": STATES["AmsgradAdamW"]}
 _TEXTS = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", _HEADERS, re.MULTILINE | re.DOTALL))
 # Loops of an apply kernel: one for each layout of csrc/cuda/layouts.h, the presets of `memory=`,
-# and one for any formats.
+# and one for any formats. A noting kernel has AdamW's, and for other rules the last one.
 LOOPS = {"AdamW": 6, "Adam": 6, "RMSprop": 6, "SGD": 5, "Lion": 5, "PlainRMSprop": 5}
 # 16-byte pieces of eight elements of an array that may be float32, and of a split master's rest.
 ARRAY, REST = 2, 1
@@ -94,7 +92,8 @@ def fused_of(name: str) -> int:
     """
     kind, _, rule = name.rstrip(">").partition("<")
     divides = kind in APPLY and "RootDivisor divide;" in _TEXTS[rule.split("<")[0]]
-    return PACK_FUSED * (2 * LOOPS.get(rule, 1) - 1) if divides else 0
+    loops = LOOPS.get(rule, 1) if kind == APPLY[0] or rule == "AdamW" else 1
+    return PACK_FUSED * (2 * loops - 1) if divides else 0
 
 
 def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
@@ -119,6 +118,7 @@ def faults(kernel: Kernel, two_pass: set[str]) -> list[str]:
     return [text for text, is_wrong in found.items() if is_wrong]
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 def test_kernels_have_no_instruction_that_the_oldest_architecture_lacks(tmp_path: Path) -> None:
     """compare.cu compiles in seconds and includes our own asm; the other tests compile for 9.0."""
@@ -146,8 +146,7 @@ def compiled() -> tuple[list[Kernel], dict[str, int]]:
 @pytest.mark.xdist_group("kernel_report")
 def test_no_kernel_spills_or_is_narrow(compiled: tuple[list[Kernel], dict[str, int]]) -> None:
     names = [kernel.name for kernel in compiled[0]]
-    rules = re.findall(r"X\((\w+), \w+_\)", (ROOT / "csrc/core/rules.h").read_text())
-    rules = [re.sub(r"^Amsgrad(\w+)$", r"Amsgrad<\1>", rule) for rule in rules]  # aliases in C++
+    rules = [re.sub(r"^Amsgrad(\w+)$", r"Amsgrad<\1>", rule) for rule in LISTED]  # aliases in C++
     for kind in APPLY:
         applied = [name for name in names if name.startswith(f"{kind}<")]
         assert sorted(applied) == sorted(f"{kind}<{rule}>" for rule in rules)
@@ -165,8 +164,15 @@ def test_no_kernel_spills_or_is_narrow(compiled: tuple[list[Kernel], dict[str, i
 def test_each_layout_has_one_loop_and_adamws_are_short(
     compiled: tuple[list[Kernel], dict[str, int]],
 ) -> None:
-    loops = {k.name[13:-1]: k.loops for k in compiled[0] if k.name.startswith("apply_kernel<")}
+    noting, loops = (
+        {k.name[len(kind) + 1 : -1]: k.loops for k in compiled[0] if k.name.startswith(f"{kind}<")}
+        for kind in reversed(APPLY)
+    )
     assert {rule: len(found) for rule, found in loops.items()} == dict.fromkeys(loops, 1) | LOOPS
+    of_adamw = {"AdamW": LOOPS["AdamW"]}
+    assert {rule: len(found) for rule, found in noting.items()} == dict.fromkeys(
+        loops, 1
+    ) | of_adamw
     *presets, _ = sorted(loops["AdamW"], key=lambda loop: loop["instructions"])
     presets.sort(key=lambda loop: -loop["wide stores"])
     for (name, (stored, most)), loop in zip(ADAMW_LOOPS.items(), presets, strict=True):
@@ -191,6 +197,8 @@ def test_the_library_for_one_architecture_is_small(
 def test_fused_multiply_adds_are_those_of_the_layouts() -> None:
     assert fused_of("apply_kernel<AdamW>") == 11 * 48
     assert fused_of("apply_kernel<Amsgrad<AdamW>>") == 48
+    assert fused_of("apply_noting_kernel<AdamW>") == 11 * 48
+    assert fused_of("apply_noting_kernel<Adam>") == 48
     assert fused_of("apply_kernel<SGD>") == fused_of("moments_kernel<AdamW>") == 0
 
 

@@ -178,6 +178,7 @@ def test_files_that_are_named_are_there() -> None:
         for path in texts
         if path.suffix != ".pyc"
         for name in NAMED_FILE.findall(path.read_text())
+        if "AMP_MP_" not in name  # core/family.h names its header by a macro
     }
     assert len(named) > 100
     assert [each for each in sorted(named) if not (ROOT / "csrc" / each[1]).is_file()] == []

@@ -5,6 +5,7 @@ A branch in a rule or in a conversion is enough for it. AVX2 is the strictest: A
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -16,6 +17,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
+sys.path.append(str(ROOT))
+
+from build_tools import native, test_aarch64  # noqa: E402
+
 GCC = shutil.which("g++")
 # By file: the first lines of the loops over elements that every step runs.
 LOOPS = {
@@ -55,13 +60,16 @@ def test_update_loops_are_vectors(tmp_path: Path) -> None:
     source = (ROOT / "build_tools/native.py").read_text()
     found = re.search(r'CXX_FLAGS = "(.*)"', source)
     assert found is not None
-    report = tmp_path / "vectors.txt"
     command = [str(GCC), *found[1].split(), "-w", f"-I{CSRC}", "-DAMP_MP_ISA=avx2"]
-    command += ["-march=x86-64-v3", f"-fopt-info-vec-optimized-missed={report}"]
-    command += ["-c", str(CSRC / "cpu/loops.cpp"), "-o", str(tmp_path / "loops.o")]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    lines = report.read_text().splitlines()
+    command += ["-march=x86-64-v3"]
+    lines = []
+    for unit in native.of_families(CSRC / "cpu/apply.cpp", command):
+        report = tmp_path / unit.name
+        options = [f"-fopt-info-vec-optimized-missed={report}", "-c", str(unit.source)]
+        options += ["-o", os.devnull]
+        ran = subprocess.run([*unit.command, *options], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        lines += report.read_text().splitlines()
     scalar, missing = [], []
     for file, starts in LOOPS.items():
         for start in starts:
@@ -72,19 +80,6 @@ def test_update_loops_are_vectors(tmp_path: Path) -> None:
             if not any("loop vectorized" in line for line in said):
                 missing.append(place)
     assert (scalar, missing) == ([], [])
-
-
-sys.path.append(str(ROOT))
-
-from build_tools import native, test_aarch64  # noqa: E402
-
-
-def test_only_x86_has_three_sets_of_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_x86, loops in ((True, ["avx512", "avx2", "baseline"]), (False, ["baseline"])):
-        monkeypatch.setattr(native, "IS_X86", is_x86)
-        units = native.kernel_units(None)
-        assert [unit.variant for unit in units if unit.source.stem == "loops"] == loops
-        assert any("-DAMP_MP_X86" in unit.command for unit in units) == is_x86
 
 
 def test_what_emulation_needs_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,3 +44,6 @@ struct Adadelta {
 };
 
 }  // namespace amp_mp
+
+// The list of this family: struct, operator name.
+#define AMP_MP_RULES_OF_adadelta(X) X(Adadelta, adadelta_)

@@ -228,3 +228,12 @@ struct RAdam {
 };
 
 }  // namespace amp_mp
+
+// The list of this family: struct, operator name.
+#define AMP_MP_RULES_OF_adam(X)   \
+  X(AdamW, adamw_)                \
+  X(AmsgradAdamW, amsgrad_adamw_) \
+  X(Adam, adam_)                  \
+  X(AmsgradAdam, amsgrad_adam_)   \
+  X(NAdam, nadam_)                \
+  X(RAdam, radam_)

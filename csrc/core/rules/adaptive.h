@@ -210,3 +210,12 @@ struct Lion {
 };
 
 }  // namespace amp_mp
+
+// The list of this family: struct, operator name.
+#define AMP_MP_RULES_OF_adaptive(X)     \
+  X(Adagrad, adagrad_)                  \
+  X(Adamax, adamax_)                    \
+  X(RMSprop, rmsprop_)                  \
+  X(PlainRMSprop, plain_rmsprop_)       \
+  X(CenteredRMSprop, centered_rmsprop_) \
+  X(Lion, lion_)

@@ -1,7 +1,7 @@
 #pragma once
-// Hyperball, which keeps the Frobenius norm of a weight in place of weight decay; AdamH. (MuonH is
-// in muon.h.)
-#include "core/rules/adam.h"
+// Hyperball, which keeps the Frobenius norm of a weight in place of weight decay: the last part of
+// AdamH (layerwise.h) and MuonH (muon.h).
+#include "core/rules/base.h"
 
 namespace amp_mp {
 
@@ -29,32 +29,6 @@ struct Hyperball {
   }
 
   AMP_MP_BOTH void operator()(float u, float& w) const { w = keep * w - rate * u; }
-};
-
-// Adam on a sphere. States: m = exp_avg, v = exp_avg_sq.
-struct AdamH {
-  static constexpr States kKept = AdamMoments::kKept;
-  static constexpr Numbers kNumbers = {"lr", kBeta1, kBeta2, "eps", "bias_correction"};
-  static constexpr OwnNumber kOwn = Hyperball::kOwn;
-  static constexpr bool kUpdateNorm = true;
-  AdamMoments average;
-  RootDivisor quotient;  // its factor is 1 / sqrt(1 - beta2^t)
-  Hyperball step;
-
-  static AMP_MP_BOTH AdamH at(const Hyper& h, Clock& c, const Norms& n) {
-    return {.average = AdamMoments::at(h),
-            .quotient = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)},
-            .step = Hyperball::at(h, c, n)};
-  }
-
-  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const { average.update(g, m, v); }
-
-  // Adam's update but for 1 / (1 - beta1^t), which its norm would take away again.
-  AMP_MP_BOTH float direction(float, float m, float v) const { return quotient({m, v}); }
-
-  AMP_MP_BOTH void operator()(float, float& w, float m, float v) const {
-    step(direction(w, m, v), w);
-  }
 };
 
 }  // namespace amp_mp

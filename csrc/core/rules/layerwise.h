@@ -1,6 +1,7 @@
 #pragma once
-// LAMB and NovoGrad, whose steps depend on the norms of whole tensors. (LARS is in sgd.h.)
+// LAMB, NovoGrad and AdamH, whose steps depend on the norms of whole tensors. (LARS is in sgd.h.)
 #include "core/rules/adam.h"
+#include "core/rules/hyperball.h"
 
 namespace amp_mp {
 
@@ -98,4 +99,36 @@ struct NovoGrad {
   }
 };
 
+// Adam on a sphere (hyperball.h). States: m = exp_avg, v = exp_avg_sq.
+struct AdamH {
+  static constexpr States kKept = AdamMoments::kKept;
+  static constexpr Numbers kNumbers = {"lr", kBeta1, kBeta2, "eps", "bias_correction"};
+  static constexpr OwnNumber kOwn = Hyperball::kOwn;
+  static constexpr bool kUpdateNorm = true;
+  AdamMoments average;
+  RootDivisor quotient;  // its factor is 1 / sqrt(1 - beta2^t)
+  Hyperball step;
+
+  static AMP_MP_BOTH AdamH at(const Hyper& h, Clock& c, const Norms& n) {
+    return {.average = AdamMoments::at(h),
+            .quotient = {float(1 / sqrt(1 - c.beta2_power)), float(h.eps)},
+            .step = Hyperball::at(h, c, n)};
+  }
+
+  AMP_MP_BOTH void moments(float g, float, float& m, float& v) const { average.update(g, m, v); }
+
+  // Adam's update but for 1 / (1 - beta1^t), which its norm would take away again.
+  AMP_MP_BOTH float direction(float, float m, float v) const { return quotient({m, v}); }
+
+  AMP_MP_BOTH void operator()(float, float& w, float m, float v) const {
+    step(direction(w, m, v), w);
+  }
+};
+
 }  // namespace amp_mp
+
+// The list of this family: struct, operator name.
+#define AMP_MP_RULES_OF_layerwise(X) \
+  X(LAMB, lamb_)                     \
+  X(NovoGrad, novograd_)             \
+  X(AdamH, adamh_)

@@ -74,3 +74,8 @@ struct MuonH {
 };
 
 }  // namespace amp_mp
+
+// The list of this family: struct, operator name.
+#define AMP_MP_RULES_OF_muon(X) \
+  X(Muon, muon_)                \
+  X(MuonH, muonh_)

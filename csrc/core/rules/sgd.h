@@ -123,3 +123,10 @@ struct LARS {
 };
 
 }  // namespace amp_mp
+
+// The list of this family: struct, operator name.
+#define AMP_MP_RULES_OF_sgd(X) \
+  X(SGD, sgd_)                 \
+  X(ScaledSGD, scaled_sgd_)    \
+  X(PlainSGD, plain_sgd_)      \
+  X(LARS, lars_)

@@ -45,10 +45,10 @@ at::Tensor make_clocks(const TensorLists& lists, int64_t steps) {
   return clocks;
 }
 
-// lists: gradients, parameters, the rule's states, and maybe others.
-template <class Rule>
-void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensors& numbers,
-                const at::Tensor& clocks) {
+// op: the rule's operator. lists: gradients, parameters, the rule's states, and maybe others.
+void apply_rule(const char* op, const TensorLists& lists, at::Tensor& verdict,
+                const HyperTensors& numbers, const at::Tensor& clocks) {
+  const RuleInfo& rule = *rule_named(op);
   std::vector<SlotTensors> own(lists[1].size());
   for (size_t i = 0; i < own.size(); ++i) {
     SlotTensors& each = own[i];
@@ -56,7 +56,7 @@ void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensor
     each.param = lists[1][i].detach();
     each.param.mutable_grad() = lists[0][i];
     each.name = "tensor_lists[1][" + std::to_string(i) + "]";
-    for (size_t k = 0; k < size_t(state_count<Rule>); ++k) {
+    for (size_t k = 0; k < size_t(rule.states); ++k) {
       const at::Tensor& data = lists[k + 2][i];
       each.states.push_back({data, check_format(data, {"the state", int64_t(i), &each.name}), {}});
     }
@@ -66,7 +66,7 @@ void apply_rule(const TensorLists& lists, at::Tensor& verdict, const HyperTensor
   Slots slots(std::move(own), verdict.device());
   const py::gil_scoped_release release;
   // Rules that need norms measure; for the others the verdict says everything.
-  apply_<Rule>(slots, {numbers}, verdict, {.measures = is_layerwise<Rule>});
+  apply_(rule, slots, {numbers}, verdict, {.measures = rule.is_layerwise()});
 }
 
 constexpr const char* kAdam = R"(amp_mp.optim.Adam's step, in a mode other than 0 AdamW's.
@@ -85,9 +85,9 @@ void multi_tensor_adam(int64_t, const at::Tensor&, const py::sequence& tensor_li
   const at::Tensor clocks = make_clocks(lists, step - 1);
   at::Tensor verdict = make_verdict(lists);
   if (mode != 0) {
-    apply_rule<AdamW>(lists, verdict, numbers, clocks);
+    apply_rule("adamw_", lists, verdict, numbers, clocks);
   } else {
-    apply_rule<Adam>(lists, verdict, numbers, clocks);
+    apply_rule("adam_", lists, verdict, numbers, clocks);
   }
 }
 
@@ -104,7 +104,7 @@ void multi_tensor_adagrad(int64_t, const at::Tensor&, const py::sequence& tensor
   numbers.hyper.eps = eps;
   numbers.hyper.decoupled = mode != 0;
   at::Tensor verdict = make_verdict(lists);
-  apply_rule<Adagrad>(lists, verdict, numbers, make_clocks(lists, 0));
+  apply_rule("adagrad_", lists, verdict, numbers, make_clocks(lists, 0));
 }
 
 constexpr const char* kLamb = R"(amp_mp.optim.LAMB's step; gradients are not written.
@@ -135,7 +135,7 @@ void multi_tensor_lamb(int64_t, const at::Tensor&, const py::sequence& tensor_li
     multiplier.fill_(max_grad_norm / std::get<double>(global_grad_norm));
   }
   multiplier.clamp_max_(1.0);
-  apply_rule<LAMB>(lists, verdict, numbers, make_clocks(lists, step - 1));
+  apply_rule("lamb_", lists, verdict, numbers, make_clocks(lists, step - 1));
 }
 
 constexpr const char* kNovograd = R"(amp_mp.optim.NovoGrad's step.
@@ -162,7 +162,7 @@ void multi_tensor_novograd(int64_t, const at::Tensor&, const py::sequence& tenso
   // Above 0, or the rule's first step would take the gradient's norm as it is.
   squares.copy_(grad_norms.to(at::kDouble).square()).clamp_(0x1p-1074);
   at::Tensor verdict = make_verdict(lists);
-  apply_rule<NovoGrad>(lists, verdict, numbers, clocks);
+  apply_rule("novograd_", lists, verdict, numbers, clocks);
   grad_norms.copy_(squares.sqrt());
 }
 
@@ -193,9 +193,9 @@ void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& 
     for (const at::Tensor& buffer : lists[2]) buffer.masked_fill_(skip.eq(0), 0);
   const at::Tensor clocks = make_clocks(lists, first_run ? 0 : 1);
   if (momentum != 0) {
-    apply_rule<SGD>(lists, verdict, numbers, clocks);
+    apply_rule("sgd_", lists, verdict, numbers, clocks);
   } else {
-    apply_rule<PlainSGD>(lists, verdict, numbers, clocks);
+    apply_rule("plain_sgd_", lists, verdict, numbers, clocks);
   }
   if (lists.size() < 4) return;
   multiplier.fill_(1);

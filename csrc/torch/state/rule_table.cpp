@@ -59,29 +59,25 @@ HyperNumber hyper_number(const Number& number) {
   return found;
 }
 
-template <class Rule>
-RuleLayout declared(const char* op) {
+RuleLayout declared(const RuleInfo& rule) {
   RuleLayout layout;
-  layout.op = op;
-  for (const RuleState& state : Rule::kKept)
+  layout.rule = &rule;
+  for (const RuleState& state : rule.kept)
     layout.states.push_back(kept_state(state.name, state.kind, state.late, state.initial));
-  OwnNumber own = {"layer", 0, true};  // the clock's fourth number, if the rule has none of its own
-  if constexpr (has_own_number<Rule>) own = Rule::kOwn;
+  // The clock's fourth number, "layer" if the rule has none of its own.
+  const OwnNumber own = rule.has_own_number ? rule.own : OwnNumber{"layer", 0, true};
   layout.step = interned("step");
   layout.own = interned(own.name);
   layout.own_start = own.start;
-  layout.own_is_kept = has_own_number<Rule>;
   layout.own_is_late = own.late;
-  for (const Number& number : Rule::kNumbers) layout.numbers.push_back(hyper_number(number));
-  layout.needs_norms = needs_norms<Rule>;
-  layout.needs_update_norm = needs_update_norm<Rule>;
+  for (const Number& number : rule.numbers) layout.numbers.push_back(hyper_number(number));
   return layout;
 }
 
 RuleLayout declared_of(const std::string& op) {
-  for (const RuleLayout& layout : declared_rules())
-    if (layout.op == op) return layout;
-  throw py::value_error("amp_mp: \"" + op + "\" is not an operator");
+  const RuleInfo* const rule = rule_named(op.c_str());
+  if (!rule) throw py::value_error("amp_mp: \"" + op + "\" is not an operator");
+  return declared_rules()[size_t(rule->index)];
 }
 
 RuleLayout make_layout(const py::handle& rule) {
@@ -101,12 +97,12 @@ RuleLayout make_layout(const py::handle& rule) {
 }  // namespace
 
 const std::vector<RuleLayout>& declared_rules() {
-  static const auto& rules = *new std::vector<RuleLayout>{
-#define AMP_MP_DECLARED(Rule, op) declared<Rule>(#op),
-      AMP_MP_FOR_EACH_RULE(AMP_MP_DECLARED)
-#undef AMP_MP_DECLARED
-  };
-  return rules;
+  static const auto& layouts = *[] {
+    auto* made = new std::vector<RuleLayout>;
+    for (const RuleInfo& rule : rules()) made->push_back(declared(rule));
+    return made;
+  }();
+  return layouts;
 }
 
 py::object entry_name(const std::string& state, Format format) {
@@ -172,7 +168,7 @@ std::vector<py::object> RuleLayout::keys() const {
   };
   for (const MasterEntry& master : master_entries()) add(master.entry);
   add(step);
-  if (own_is_kept) add(own);
+  if (rule->has_own_number) add(own);
   for (const KeptState& state : states)
     for (const StoredFormat& stored : state.formats) {
       add(stored.entry);
@@ -194,7 +190,7 @@ void bind_rule_table(py::module_& m) {
       },
       py::arg("rules"));
   m.def(
-      "is_layerwise", [](const py::object& rule) { return layout_of(rule)->is_layerwise(); },
+      "is_layerwise", [](const py::object& rule) { return layout_of(rule)->rule->is_layerwise(); },
       py::arg("rule"));
   m.def(
       "number_keys",
@@ -208,7 +204,7 @@ void bind_rule_table(py::module_& m) {
       "own_number",
       [](const py::object& rule) -> std::optional<std::pair<py::object, double>> {
         const Layout layout = layout_of(rule);
-        if (!layout->own_is_kept) return std::nullopt;
+        if (!layout->rule->has_own_number) return std::nullopt;
         return std::pair(layout->own, layout->own_start);
       },
       py::arg("rule"));

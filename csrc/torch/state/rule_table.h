@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "core/rules.h"
+#include "core/rule_info.h"
 #include "torch/python/objects.h"
 
 namespace amp_mp {
@@ -60,18 +60,14 @@ const MasterEntry* master_entry(const std::string& format, at::ScalarType weight
 py::object entry_name(const std::string& state, Format format);
 
 struct RuleLayout {
-  std::string op;  // the native operator, "adamw_"
+  const RuleInfo* rule;
   std::vector<KeptState> states;
   py::object step, own;  // the clock's entries
   double own_start = 0;
-  bool own_is_kept = false;  // whether the rule declares a number of its own
   bool own_is_late = false;  // whether a parameter that has taken steps may lack it
   std::vector<HyperNumber> numbers;
-  std::vector<py::object> options;      // entries of a group that the slots depend on
-  py::object directions;                // optim/rule.py, Directions, or None
-  bool needs_norms, needs_update_norm;  // core/rules/base.h
-
-  bool is_layerwise() const { return needs_norms || needs_update_norm; }
+  std::vector<py::object> options;  // entries of a group that the slots depend on
+  py::object directions;            // optim/rule.py, Directions, or None
 
   // The entries that may hold a state, master or clock tensor of the slots.
   std::vector<py::object> keys() const;

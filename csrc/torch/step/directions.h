@@ -8,26 +8,16 @@
 namespace amp_mp {
 
 // Other rules have none: `plan` is then the plan that was given.
-template <class Rule>
 class Directions {
- public:
-  const std::vector<Slot>& plan;
-
-  Directions(const Slots&, const std::vector<Slot>& chosen, const StepCallbacks&, const at::Tensor&)
-      : plan(chosen) {}
-  void add_to(NormInputs&) {}
-};
-
-template <class Rule>
-  requires has_direction<Rule>
-class Directions<Rule> {
  public:
   const std::vector<Slot>& plan;  // with memory for the directions
 
   // The callbacks turn them into updates.
-  Directions(const Slots& slots, const std::vector<Slot>& chosen, const StepCallbacks& callbacks,
-             const at::Tensor& verdict)
-      : plan(own_), own_(chosen), callbacks_(callbacks), verdict_(verdict) {
+  Directions(const RuleInfo& rule, const Slots& slots, const std::vector<Slot>& chosen,
+             const StepCallbacks& callbacks, const at::Tensor& verdict)
+      : plan(rule.has_direction ? own_ : chosen), callbacks_(callbacks), verdict_(verdict) {
+    if (!rule.has_direction) return;
+    own_ = chosen;
     const std::vector<int64_t> offsets = slots.offsets();
     slots_ = offsets.size() - 1;
     const auto options = at::TensorOptions().dtype(at::kBFloat16).device(verdict.device());
@@ -35,12 +25,12 @@ class Directions<Rule> {
     memory_ = all ? at::empty({offsets.back()}, options) : at::zeros({offsets.back()}, options);
     auto* data = static_cast<bfloat16*>(memory_.mutable_data_ptr());
     for (Slot& slot : own_)
-      slot.state[state_count<Rule> - 1] = {data + offsets[size_t(slot.row)], Format::bfloat16};
+      slot.state[rule.states - 1] = {data + offsets[size_t(slot.row)], Format::bfloat16};
   }
   Directions(const Directions&) = delete;
 
   void add_to(NormInputs& inputs) {
-    if (!callbacks_.make_updates) return;
+    if (!memory_.defined() || !callbacks_.make_updates) return;
     inputs.make_updates = [](void* self) { static_cast<Directions*>(self)->update(); };
     inputs.directions = this;
   }

@@ -78,7 +78,7 @@ void Gathered::check_capture() const {
 
 bool Gathered::needs_norms() const {
   return std::any_of(buckets_.begin(), buckets_.end(),
-                     [](const auto& bucket) { return bucket->layout().needs_norms; });
+                     [](const auto& bucket) { return bucket->layout().rule->needs_norms; });
 }
 
 void init_states(const Layouts& rules, const py::list& groups, const py::dict& states) {

@@ -10,7 +10,6 @@ namespace amp_mp {
 
 using SumUpdates = decltype(StepCallbacks::sum_updates);
 
-template <class Rule>
 class NormScratch {
  public:
   NormInputs inputs;
@@ -18,15 +17,15 @@ class NormScratch {
 
   // `known`: the masters' statistics, if they are measured already. `plan` must outlive this
   // object.
-  NormScratch(Slots& slots, const std::vector<Slot>& plan, Statistics* grads, Measurement* known,
-              const SumUpdates& sum_updates, const at::Device& device)
+  NormScratch(const RuleInfo& rule, Slots& slots, const std::vector<Slot>& plan, Statistics* grads,
+              Measurement* known, const SumUpdates& sum_updates, const at::Device& device)
       : slot_count_(slots.size()), plan_(plan), sum_updates_(sum_updates) {
-    if constexpr (needs_norms<Rule>) {
+    if (rule.needs_norms) {
       weights = known ? known : &own_weights_.emplace(slots.weights(), device);
       inputs.grads = grads;
       inputs.weights = weights->of_tensors();
     }
-    if constexpr (needs_update_norm<Rule>) {
+    if (rule.needs_update_norm) {
       const int64_t count = kUpdateSums * int64_t(plan.size());
       int64_t spans = 0;
       for (const Slot& slot : plan) spans += kUpdateSums * ceil_divide(slot.size, kSpan);
@@ -48,11 +47,9 @@ class NormScratch {
 
   // A skipped step on a CPU: other processes may be waiting for this one's rows.
   void skip() {
-    if constexpr (needs_update_norm<Rule>) {
-      if (!inputs.gather) return;
-      updates_.zero_();
-      gather();
-    }
+    if (!inputs.gather) return;
+    updates_.zero_();
+    gather();
   }
 
  private:

@@ -145,12 +145,11 @@ at::Tensor decide_on(const at::Device& device, const Tensors& totals, const Deci
   return verdict;
 }
 
-template <class Rule>
-void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            const ApplyInputs& given) {
+void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>& hyper_tensors,
+            at::Tensor& verdict, const ApplyInputs& given) {
   const auto& [decides, known, measures, weights, callbacks] = given;
   Measurement* found = known;
-  TORCH_CHECK_VALUE(!needs_norms<Rule> || measures || (found && found->count() >= slots.size()),
+  TORCH_CHECK_VALUE(!rule.needs_norms || measures || (found && found->count() >= slots.size()),
                     "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
   const at::Device device = verdict.device();
   if (found) found->use();
@@ -178,7 +177,7 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   };
   const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates),
                                  callbacks.normalise};
-  Directions<Rule> directions(slots, chosen, counted, verdict);
+  Directions directions(rule, slots, chosen, counted, verdict);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
@@ -186,10 +185,10 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   std::optional<Measurement> own;
   if (measures) found = &own.emplace(readings, device);
   const auto count = int64_t(plan.size());
-  // Each rule on a CUDA device is in its slot's row; a CPU needs less.
-  const at::Tensor rules = scratch(slots.size() * int64_t(sizeof(SlotRule<Rule>)), device);
+  // On a CUDA device each rule is in its slot's row.
+  const at::Tensor rules = scratch(slots.size() * int64_t(rule.bytes), device);
   Statistics* rows = found ? found->of_tensors() : nullptr;
-  NormScratch<Rule> norms(slots, plan, rows, weights, counted.sum_updates, device);
+  NormScratch norms(rule, slots, plan, rows, weights, counted.sum_updates, device);
   directions.add_to(norms.inputs);
   bool written = true;
   on(
@@ -198,17 +197,17 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
         if (decides) *v = decide_on_cpu(rows ? rows + found->count() : nullptr, inputs);
         written = v->found_inf == 0;
         if (!written) return norms.skip();
-        cpu::apply<Rule>(plan.data(), count, hypers.data(), v->multiplier, data_of<Rule>(rules),
-                         norms.inputs, at::get_num_threads());
+        cpu::apply(rule, plan.data(), count, hypers.data(), v->multiplier, data_of<char>(rules),
+                   norms.inputs, at::get_num_threads());
       },
       [&](void* stream) {
         const cuda::StepPlan queued = {plan.data(), count, hypers.data(),
-                                       cuda::chunk_of(plan.data(), count), needs_update_norm<Rule>};
+                                       cuda::chunk_of(plan.data(), count), rule.needs_update_norm};
         const TableMemory::Held held = table_of(slots, queued);
-        return cuda::apply<Rule>(queued, held.table, decides ? &inputs : nullptr, v,
-                                 found ? found->span_sums() : cuda::SpanSums{},
-                                 norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
-                                 data_of<SlotRule<Rule>>(rules), norms.inputs, stream);
+        return cuda::apply(rule, queued, held.table, decides ? &inputs : nullptr, v,
+                           found ? found->span_sums() : cuda::SpanSums{},
+                           norms.weights ? norms.weights->span_sums() : cuda::SpanSums{},
+                           data_of<char>(rules), norms.inputs, stream);
       });
   count_decision();
   if (found) found->mark_added();
@@ -216,11 +215,6 @@ void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Te
   if (decides) bump_version(verdict);
   slots.finish(written);
 }
-
-#define AMP_MP_INSTANTIATE(Rule, op)                                                \
-  template void apply_<Rule>(Slots&, const std::vector<HyperTensors>&, at::Tensor&, \
-                             const ApplyInputs&);
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
 
 void update_scale_(const ScaleUpdateTensors& tensors, const at::Tensor& found_inf,
                    const std::optional<at::Tensor>& max_abs, StepReports* reports) {

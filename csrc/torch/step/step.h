@@ -76,9 +76,8 @@ struct ApplyInputs {
 // skipped one, because other processes take part; a rule with directions calls `make_updates`, but
 // not in a step that is skipped on a CPU. An error in either leaves the moments advanced and the
 // weights as they were. Other rules call neither.
-template <class Rule>
-void apply_(Slots& slots, const std::vector<HyperTensors>& hyper_tensors, at::Tensor& verdict,
-            const ApplyInputs& given);
+void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>& hyper_tensors,
+            at::Tensor& verdict, const ApplyInputs& given);
 
 // Updates a scale after a step. found_inf and, for policies that use it, max_abs: float64 of one
 // element on the scale's device.

@@ -6,24 +6,12 @@
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "torch/device.h"
 #include "torch/ops.h"
 
 namespace amp_mp {
 namespace {
-
-using Apply = void (*)(Slots&, const std::vector<HyperTensors>&, at::Tensor&, const ApplyInputs&);
-
-Apply operator_named(const std::string& name) {
-  static const std::unordered_map<std::string, Apply> operators = {
-#define AMP_MP_OPERATOR(Rule, op) {#op, &apply_<Rule>},
-      AMP_MP_FOR_EACH_RULE(AMP_MP_OPERATOR)
-#undef AMP_MP_OPERATOR
-  };
-  return operators.at(name);
-}
 
 // A Python function of one tensor as one of the step's callbacks; `function` must outlive it. If an
 // interrupt ends the function, it goes to `kept`, unless that is null, and the function runs again:
@@ -92,12 +80,11 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
     for (const Member& member : bucket.members())
       for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
         if (is_tensor(value) && is_on_host(local_of(value))) new at::Tensor(local_of(value));
-  const Apply apply = operator_named(bucket.layout().op);
   given.callbacks = {callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
   if (!bucket.row_norms().is_empty())
     given.callbacks.normalise = [&](const auto&... now) { bucket.row_norms().normalise(now...); };
   const py::gil_scoped_release release;
-  apply(bucket.slots(), hypers, verdict, given);
+  apply_(*bucket.layout().rule, bucket.slots(), hypers, verdict, given);
 }
 
 // Call it before the optimizer lets go of tensors that a CUDA graph has captured: replays go on
@@ -185,7 +172,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   const double max_norm = norm_to_clip_to(given, options);
   const bool measures = given.measure || options.checks || max_norm > 0 ||
                         std::any_of(layouts.begin(), layouts.end(),
-                                    [](const Layout& each) { return each->is_layerwise(); });
+                                    [](const Layout& each) { return each->rule->is_layerwise(); });
   std::shared_ptr<Measured> known = given.measured;
   // Scripts may have written masters since their norms were read.
   const bool stale = !whole.is_none() && gathered->needs_norms();
@@ -225,7 +212,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
                         .found = known ? known->found[i].get() : nullptr};
     step.measures = one_bucket && measures && !step.found;
     if (known && !known->weights.empty()) step.weights = known->weights[i].get();
-    const bool sums = !whole.is_none() && bucket.layout().needs_update_norm;
+    const bool sums = !whole.is_none() && bucket.layout().rule->needs_update_norm;
     const py::object sum_updates = sums ? whole.attr("updates_of")(i) : py::none();
     apply_bucket(bucket, hypers[i], local, std::move(step), sum_updates, kept);
   }

@@ -34,15 +34,15 @@ int main(int argc, char** argv) {
   const auto is = [&](const char* size) { return argc > 1 && !std::strcmp(argv[1], size); };
   if (argc > 2) stop_at = argv[2];
   const bool lists = is("lists"), quick = is("quick") || lists;
-  for (const size_t count : {10, cuda::kManyWords + 1}) tables_follow<AdamW>(count, 60);
-  tables_follow<LAMB>(700, 60);
-  for (size_t r = 0; r < std::size(kRules); ++r) {
-    const Rule& rule = kRules[r];
-    const bool shown =
-        !std::strcmp(rule.name, "AdamW") || rule.needs_update_norm || rule.squares & kHasDirection;
+  for (const size_t count : {10, cuda::kManyWords + 1}) tables_follow("adamw_", count, 60);
+  tables_follow("lamb_", 700, 60);
+  for (const RuleInfo& rule : rules()) {
+    const auto r = size_t(rule.index);
+    const bool is_adamw = &rule == rule_named("adamw_");
+    const bool shown = is_adamw || rule.needs_update_norm || rule.has_direction;
     step_both(rule, repeated(kEdges, quick ? 39 : kAllPairs, 17, 39 * r));
     step_both(rule, presets());
-    if (!std::strcmp(rule.name, "AdamW")) {
+    if (is_adamw) {
       refuses_other_kinds(rule);
       lengths_of_lists(rule, quick && !lists);
     }
@@ -71,7 +71,7 @@ int main(int argc, char** argv) {
   logarithms();
   for (const auto& [name, policy] : kScales) {
     scale_both(policy, name);
-    if (!quick || name[0] != 'h') replays(kRules[0], name, policy, quick ? 40 : 200);
+    if (!quick || name[0] != 'h') replays(*rule_named("adamw_"), name, policy, quick ? 40 : 200);
   }
   std::printf(failures ? "%d failures\n" : "all equal\n", failures);
   return failures != 0;

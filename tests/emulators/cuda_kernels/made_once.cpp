@@ -34,14 +34,15 @@ void rules_are_made(int count, int per_group, const std::vector<int>& odd, int w
   for (const Tensor& x : model.tensors) clocks.push_back(x.clock);
   const std::vector<Slot> slots = model.slots();
   const std::vector<Hyper> hypers = model.hypers();
-  const cuda::StepPlan plan = plan_of<AdamW>(slots, hypers);
+  const RuleInfo& adamw = *rule_named("adamw_");
+  const cuda::StepPlan plan = plan_of(adamw, slots, hypers);
   OwnTable own(slots.back().row + 1, slots.back().group + 1);
   own.write(plan);
   std::vector<SlotRule<AdamW>> found(size_t(own.table.rows));
   Verdict verdict = {0, 0.5, 0, 0, 0};
   roots = 0;
-  const char* error = cuda::decide_step<AdamW>(plan, own.table, nullptr, &verdict, {}, {},
-                                               found.data(), {}, false, false, nullptr);
+  const char* error = cuda::decide_step(adamw, plan, own.table, nullptr, &verdict, {}, {},
+                                        found.data(), {}, false, false, nullptr);
   expect(!error && (roots == wanted || wanted == kAnyNumber), "rules are made", "AdamW",
          size_t(roots));
   for (size_t t = 0; t < slots.size(); ++t) {

@@ -73,16 +73,15 @@ struct Tensor {
   }
 };
 
+// Beside the bits of squares: the last state is a direction (Muon).
+constexpr int kHasDirection = 1 << kMaxStates;
 // Which of a rule's states are means or sums of squares, as a set of bits.
-template <class R>
-constexpr int squares_of() {
-  int found = 0;
-  for (int k = 0; k < R::kKept.count; ++k)
-    if (R::kKept.of[k].kind == Kind::square) found |= 1 << k;
+int squares_of(const RuleInfo& rule) {
+  int found = rule.has_direction ? kHasDirection : 0;
+  for (int k = 0; k < rule.kept.count; ++k)
+    if (rule.kept.of[k].kind == Kind::square) found |= 1 << k;
   return found;
 }
-// Beside them: the last state is a direction (Muon).
-constexpr int kHasDirection = 1 << kMaxStates;
 
 // Whether a state of tensor number t may be stored in groups.
 bool has_groups(size_t t) { return t % 5 == 0 || t % 6 == 4; }

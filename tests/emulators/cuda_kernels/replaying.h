@@ -6,8 +6,8 @@ namespace {
 
 // What a CUDA graph replays: one list of pointers for all steps, while gradients, rate, decay
 // and scale change where they are. Against a host that does each step anew.
-void replays(const Rule& rule, const char* name, std::vector<double> policy, int steps) {
-  Model host_model({kEdges, 5}, false, rule.states, rule.squares), device_model = host_model;
+void replays(const RuleInfo& rule, const char* name, std::vector<double> policy, int steps) {
+  Model host_model({kEdges, 5}, false, rule.states, squares_of(rule)), device_model = host_model;
   const std::vector<Slot> slots = host_model.slots(), device_slots = device_model.slots();
   const std::vector<Reading> readings = device_model.readings(kGrad);
   std::vector<Hyper> hypers = host_model.hypers(), device_hypers = hypers;
@@ -40,14 +40,14 @@ void replays(const Rule& rule, const char* name, std::vector<double> policy, int
       }
     const std::vector<Statistics> grads = measure_on_cpu(readings);
     const Verdict verdict = decide(&grads.back(), &scale, nullptr, 1.0);
-    if (verdict.found_inf == 0) rule.on_cpu(slots, hypers, verdict.multiplier, NormInputs{});
+    if (verdict.found_inf == 0) step_on_cpu(rule, slots, hypers, verdict.multiplier, NormInputs{});
     skipped += verdict.found_inf != 0;
     update_scale_state(policy.data(), verdict.found_inf != 0, verdict.max_abs);
 
     Measuring measuring(readings, name);
     Verdict found = {};
-    rule.on_cuda(device_slots, device_hypers, &inputs, &found, measuring.sums, cuda::SpanSums{},
-                 NormInputs{});
+    step_on_cuda(rule, device_slots, device_hypers, &inputs, &found, measuring.sums,
+                 cuda::SpanSums{}, NormInputs{});
     expect(!std::memcmp(&verdict, &found, sizeof found), "a replayed verdict", name, size_t(step));
     expect(device_policy == policy && outside.scale == float(policy[1]), "a replayed scale", name,
            size_t(step));
@@ -58,7 +58,7 @@ void replays(const Rule& rule, const char* name, std::vector<double> policy, int
   expect(skipped >= steps / 8 && skipped < steps / 2, "some steps overflow", name, size_t(skipped));
   expect(outside.counts.decided == uint64_t(steps), "steps are counted", name,
          size_t(outside.counts.decided));
-  std::printf("%s, %s: %d steps, %d skipped\n", rule.name, name, steps, skipped);
+  std::printf("%s, %s: %d steps, %d skipped\n", rule.op, name, steps, skipped);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #pragma once
 // Optimizer steps of both sides, on lists of all lengths.
-#include <iterator>
 #include <optional>
 
 #include "scales.h"
@@ -8,44 +7,25 @@
 
 namespace {
 
-struct Rule {
-  const char* name;
-  int states, squares;
-  bool needs_norms, needs_update_norm;
-  void (*on_cpu)(const std::vector<Slot>&, const std::vector<Hyper>&, double, const NormInputs&);
-  const char* (*on_cuda)(const std::vector<Slot>&, const std::vector<Hyper>&, const DecideInputs*,
-                         Verdict*, const cuda::SpanSums&, const cuda::SpanSums&, const NormInputs&);
-};
-
-template <class R>
-constexpr Rule rule_of(const char* name) {
-  return {name,
-          state_count<R>,
-          squares_of<R>() | (has_direction<R> ? kHasDirection : 0),
-          needs_norms<R>,
-          needs_update_norm<R>,
-          [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers, double multiplier,
-             const NormInputs& norms) {
-            std::vector<R> rules(slots.size());
-            cpu::apply<R>(slots.data(), int64_t(slots.size()), hypers.data(), multiplier,
-                          rules.data(), norms, 1);
-          },
-          [](const std::vector<Slot>& slots, const std::vector<Hyper>& hypers,
-             const DecideInputs* inputs, Verdict* verdict, const cuda::SpanSums& grads,
-             const cuda::SpanSums& weights, const NormInputs& norms) {
-            const cuda::StepPlan plan = plan_of<R>(slots, hypers);
-            const bool is_short = cuda::is_short(plan);
-            OwnTable own(is_short ? 0 : slots.back().row + 1,
-                         is_short ? 0 : slots.back().group + 1);
-            if (!is_short) own.write(plan);
-            std::vector<SlotRule<R>> slot_rules(size_t(own.table.rows));
-            return cuda::apply<R>(plan, own.table, inputs, verdict, grads, weights,
-                                  slot_rules.data(), norms, nullptr);
-          }};
+void step_on_cpu(const RuleInfo& rule, const std::vector<Slot>& slots,
+                 const std::vector<Hyper>& hypers, double multiplier, const NormInputs& norms) {
+  std::vector<double> rules(slots.size() * rule.bytes / sizeof(double));
+  cpu::apply(rule, slots.data(), int64_t(slots.size()), hypers.data(), multiplier, rules.data(),
+             norms, 1);
 }
 
-#define AMP_MP_RULE(R, op) rule_of<R>(#R),
-constexpr Rule kRules[] = {AMP_MP_FOR_EACH_RULE(AMP_MP_RULE)};
+const char* step_on_cuda(const RuleInfo& rule, const std::vector<Slot>& slots,
+                         const std::vector<Hyper>& hypers, const DecideInputs* inputs,
+                         Verdict* verdict, const cuda::SpanSums& grads,
+                         const cuda::SpanSums& weights, const NormInputs& norms) {
+  const cuda::StepPlan plan = plan_of(rule, slots, hypers);
+  const bool is_short = cuda::is_short(plan);
+  OwnTable own(is_short ? 0 : slots.back().row + 1, is_short ? 0 : slots.back().group + 1);
+  if (!is_short) own.write(plan);
+  std::vector<double> slot_rules(size_t(own.table.rows) * rule.bytes / sizeof(double));
+  return cuda::apply(rule, plan, own.table, inputs, verdict, grads, weights, slot_rules.data(),
+                     norms, nullptr);
+}
 
 // What a rule is told, with its scratch.
 struct NormScratch {
@@ -54,7 +34,7 @@ struct NormScratch {
   unsigned ticket = 7;
   NormInputs inputs;
 
-  NormScratch(const Rule& rule, const std::vector<Slot>& slots, const Statistics* grads,
+  NormScratch(const RuleInfo& rule, const std::vector<Slot>& slots, const Statistics* grads,
               const Statistics* masters) {
     if (rule.needs_norms) {
       inputs.grads = grads;
@@ -105,16 +85,16 @@ struct Gathering {
 
 // One step. `given`: the verdict is made before, as for a second device. `gathers`: the norms of
 // the updates are not the whole ones.
-void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool given = false,
+void step_both(const RuleInfo& rule, const Shape& shape, bool bad = false, bool given = false,
                bool gathers = false) {
-  const Model before(shape, bad, rule.states, rule.squares);
+  const Model before(shape, bad, rule.states, squares_of(rule));
   Model wanted = before, found = before;
   const std::vector<Reading> gradients = before.readings(kGrad),
                              masters = rule.needs_norms ? before.readings(kMaster)
                                                         : std::vector<Reading>();
   const std::vector<Statistics> grads = measure_on_cpu(gradients),
                                 weights = measure_on_cpu(masters);
-  Measuring device_grads(gradients, rule.name), device_weights(masters, rule.name);
+  Measuring device_grads(gradients, rule.op), device_weights(masters, rule.op);
 
   Outside outside;
   const DecideInputs inputs = outside.decide_inputs();
@@ -134,39 +114,39 @@ void step_both(const Rule& rule, const Shape& shape, bool bad = false, bool give
     gathering.emplace(slots, norms.inputs);
     device_gathering.emplace(device_slots, device_norms.inputs);
   }
-  if (!bad) rule.on_cpu(slots, hypers, host.multiplier, norms.inputs);
-  const char* error =
-      rule.on_cuda(device_slots, hypers, given ? nullptr : &inputs, &verdict, device_grads.sums,
-                   rule.needs_norms ? device_weights.sums : cuda::SpanSums{}, device_norms.inputs);
-  expect(!error, "apply is launched", rule.name, 0);
-  expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.name, 0);
-  expect((verdict.found_inf != 0) == bad, "overflow is found", rule.name, 0);
-  expect(outside.counts.decided == 1, "one decision", rule.name, size_t(outside.counts.decided));
-  outside.expect_report(host, bad ? 512 : 2048, rule.name);
-  expect(outside.next_scale == (bad ? 512 : 2048) && outside.next_tracker == 0, "scale", rule.name,
+  if (!bad) step_on_cpu(rule, slots, hypers, host.multiplier, norms.inputs);
+  const char* error = step_on_cuda(
+      rule, device_slots, hypers, given ? nullptr : &inputs, &verdict, device_grads.sums,
+      rule.needs_norms ? device_weights.sums : cuda::SpanSums{}, device_norms.inputs);
+  expect(!error, "apply is launched", rule.op, 0);
+  expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.op, 0);
+  expect((verdict.found_inf != 0) == bad, "overflow is found", rule.op, 0);
+  expect(outside.counts.decided == 1, "one decision", rule.op, size_t(outside.counts.decided));
+  outside.expect_report(host, bad ? 512 : 2048, rule.op);
+  expect(outside.next_scale == (bad ? 512 : 2048) && outside.next_tracker == 0, "scale", rule.op,
          0);
-  device_grads.expect_same(grads, rule.name);
-  if (rule.needs_norms) device_weights.expect_same(weights, rule.name);
+  device_grads.expect_same(grads, rule.op);
+  if (rule.needs_norms) device_weights.expect_same(weights, rule.op);
   if (gathers)
     expect(device_gathering->calls == 1 && (!bad || device_gathering->all_zero),
-           "updates are gathered", rule.name, size_t(device_gathering->calls));
+           "updates are gathered", rule.op, size_t(device_gathering->calls));
   size_t moved = 0, may_stay = 0;  // large weights may not move in float32
   for (size_t t = 0; t < slots.size(); ++t) {
     const Tensor& f = found.tensors[t];
-    expect(f.same(wanted.tensors[t]), bad ? "a skipped step" : "apply", rule.name, t);
+    expect(f.same(wanted.tensors[t]), bad ? "a skipped step" : "apply", rule.op, t);
     const StoredArray& master = f.arrays[kMaster];
     if (bad || master.n < 64 || width_of(master.format) != 4) continue;
     ++(master.same(before.tensors[t].arrays[kMaster]) ? may_stay : moved);
   }
-  expect(moved >= 3 * may_stay, "apply moves weights", rule.name, may_stay);
+  expect(moved >= 3 * may_stay, "apply moves weights", rule.op, may_stay);
   for (size_t t = 0; !bad && t + 1 < norms.updates.size(); ++t)
-    expect(same(norms.updates[t], device_norms.updates[t]), "sums over the update", rule.name, t);
-  std::printf("%s: %zu tensors, %s\n", rule.name, slots.size(), bad ? "overflow" : "applied");
+    expect(same(norms.updates[t], device_norms.updates[t]), "sums over the update", rule.op, t);
+  std::printf("%s: %zu tensors, %s\n", rule.op, slots.size(), bad ? "overflow" : "applied");
 }
 
 // A state in a format of another kind of states, which the kernels know nothing of.
-void refuses_other_kinds(const Rule& rule) {
-  Model model({{64}, 1}, false, rule.states, rule.squares);
+void refuses_other_kinds(const RuleInfo& rule) {
+  Model model({{64}, 1}, false, rule.states, squares_of(rule));
   const Model before = model;
   for (const auto& [state, format] : {std::pair(0, F::log8), std::pair(1, F::m8)}) {
     std::vector<Slot> slots = model.slots();
@@ -174,15 +154,15 @@ void refuses_other_kinds(const Rule& rule) {
     Outside outside;
     const DecideInputs inputs = outside.decide_inputs();
     Verdict verdict = {7, 7, 7, 7, 7};
-    expect(rule.on_cuda(slots, model.hypers(), &inputs, &verdict, {}, {}, {}) &&
+    expect(step_on_cuda(rule, slots, model.hypers(), &inputs, &verdict, {}, {}, {}) &&
                verdict.found_inf == 7 && model.tensors[0].same(before.tensors[0]),
-           "another kind's format is refused", rule.name, size_t(state));
+           "another kind's format is refused", rule.op, size_t(state));
   }
 }
 
 // Lists of all lengths at which a launch, of ours or of others, begins or ends, empty tensors
 // anywhere.
-void lengths_of_lists(const Rule& rule, bool quick) {
+void lengths_of_lists(const RuleInfo& rule, bool quick) {
   constexpr int few = cuda::kFewWords - 5, many = cuda::kManyWords - 41;  // without the rates
   const std::vector<int> all = {
       0,   1,       2,    cuda::kShortRows, cuda::kShortRows + 1, 31, 32, 33, 1025,

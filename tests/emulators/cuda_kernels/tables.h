@@ -35,11 +35,11 @@ struct OwnTable {
   }
 };
 
-template <class R>
-cuda::StepPlan plan_of(const std::vector<Slot>& slots, const std::vector<Hyper>& hypers) {
+cuda::StepPlan plan_of(const RuleInfo& rule, const std::vector<Slot>& slots,
+                       const std::vector<Hyper>& hypers) {
   const auto count = int64_t(slots.size());
   return {slots.data(), count, hypers.data(), cuda::chunk_of(slots.data(), count),
-          needs_update_norm<R>};
+          rule.needs_update_norm};
 }
 
 // Whether the device has what the kernels are to read for a plan.
@@ -70,9 +70,9 @@ bool has(const OwnTable& own, const cuda::StepPlan& plan) {
 }
 
 // A table that is kept while the slots, their numbers and the choice of slots change by chance.
-template <class R>
-void tables_follow(size_t count, int changes) {
-  Model model(repeated(kTiny, count, 7), false, state_count<R>, squares_of<R>());
+void tables_follow(const char* op, size_t count, int changes) {
+  const RuleInfo& rule = *rule_named(op);
+  Model model(repeated(kTiny, count, 7), false, rule.states, squares_of(rule));
   std::vector<Slot> all = model.slots(), chosen = all;
   std::vector<Hyper> hypers = model.hypers();
   OwnTable own(all.back().row + 1, all.back().group + 1);
@@ -80,7 +80,7 @@ void tables_follow(size_t count, int changes) {
   const auto some = [&](std::vector<Slot>& slots) -> Slot& {
     return slots[random() % slots.size()];
   };
-  expect(own.write(plan_of<R>(chosen, hypers)), "a new table differs", "", 0);
+  expect(own.write(plan_of(rule, chosen, hypers)), "a new table differs", "", 0);
   for (int change = 0; change < changes; ++change) {
     const bool differed = change % 6 != 0;
     switch (change % 6) {
@@ -101,7 +101,7 @@ void tables_follow(size_t count, int changes) {
     for (Slot& s : chosen)
       if (cuda::grads_travel(own.table.groups, int64_t(count))) s.grad.data = &hypers[random() % 3];
     for (Hyper& h : hypers) h.lr = double(random());
-    const cuda::StepPlan plan = plan_of<R>(chosen, hypers);
+    const cuda::StepPlan plan = plan_of(rule, chosen, hypers);
     const std::vector<char> before = own.mirror;
     expect(own.write(plan, true) == differed, "a table is asked", "", size_t(change));
     expect(own.mirror == before && has(own, plan) != differed, "asking changes nothing", "",

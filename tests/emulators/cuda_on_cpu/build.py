@@ -7,13 +7,20 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from made import ROOT, compiled, librarys, linked
 
+sys.path.append(str(ROOT))
+
+from build_tools.generated import families_of
+
 HERE = Path(__file__).resolve().parent
+# A source, and the family of rules that it is compiled for, or "".
+Part = tuple[Path, str]
 
 # No contraction and no errno: the arithmetic that the library itself is built with.
 # psabi: the CPU loops' wide vectors never leave inlined functions.
@@ -34,8 +41,10 @@ VARIANTS = {
     "tsan": ["-Og", "-g1", "-fsanitize=thread"],
 }
 
-# Sources without CUDA that the library is built of too, by the names of its objects.
+# Sources without CUDA that the library is built of too, and how the names of its objects begin.
 LIBRARYS = {
+    ROOT / "csrc/core/rules.cpp": "core_rules",
+    ROOT / "csrc/cpu/apply.cpp": "cpu_apply_baseline",
     ROOT / "csrc/cpu/loops.cpp": "cpu_loops_baseline",
     ROOT / "csrc/cpu/multiply.cpp": "cpu_multiply_baseline",
     ROOT / "csrc/cpu/passes.cpp": "cpu_passes",
@@ -55,7 +64,7 @@ def build(
     """
     objects = objects_of(sources, variant, include, defines)
     if variant == "asan":
-        for source, target in objects.items():
+        for (source, _), target in objects.items():
             if source.suffix == ".cu":
                 _refuse_unguarded_shared_memory(target, source)
     return link(list(objects.values()), out / f"{sources[0].stem}-{variant}", variant)
@@ -63,15 +72,24 @@ def build(
 
 def objects_of(
     sources: Sequence[Path], variant: str, include: Sequence[Path], defines: Sequence[str] = ()
-) -> dict[Path, Path]:
-    """The object of each source, the library's own where it serves; compiles two at a time."""
+) -> dict[Part, Path]:
+    """The objects of each source, the library's own where they serve; compiles two at a time."""
 
-    def made(source: Path) -> Path:
-        own = librarys(LIBRARYS[source]) if variant == "plain" and source in LIBRARYS else None
-        return own or compiled(source, arguments(source, variant, include, defines))
+    def made(part: Part) -> Path:
+        source, family = part
+        own = None
+        if variant == "plain" and source in LIBRARYS:
+            own = librarys("_".join(filter(None, (LIBRARYS[source], family))))
+        return own or compiled(source, arguments(part, variant, include, defines))
 
+    parts = [part for source in sources for part in parts_of(source, include[0])]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(sources, pool.map(made, sources), strict=True))
+        return dict(zip(parts, pool.map(made, parts), strict=True))
+
+
+def parts_of(source: Path, csrc: Path) -> list[Part]:
+    """What a source is compiled as: once, or once for each family of rules."""
+    return [(source, family) for family in families_of(source, csrc)]
 
 
 def shim_objects() -> list[Path]:
@@ -81,14 +99,17 @@ def shim_objects() -> list[Path]:
 
 
 def arguments(
-    source: Path, variant: str, include: Sequence[Path], defines: Sequence[str] = ()
+    part: Part, variant: str, include: Sequence[Path], defines: Sequence[str] = ()
 ) -> list[str]:
-    """The command that compiles `source`."""
+    """The command that compiles a part."""
+    source, family = part
     # TSan has to see the kernels alone: everything else runs in one thread.
     of = "plain" if variant == "tsan" and source.suffix != ".cu" else variant
     options = [*(f"-I{folder}" for folder in [*include, HERE]), *(f"-D{d}" for d in defines)]
     if source.parent.name == "cpu":
         options.append("-DAMP_MP_ISA=baseline")
+    if family:
+        options.append(f"-DAMP_MP_FAMILY={family}")
     language = ["-x", "c++"] if source.suffix == ".cu" else []
     return ["g++", *FLAGS, *VARIANTS[of], *options, *language]
 

@@ -7,11 +7,11 @@ the sources; all else is linked as it was built without the mistake.
 import re
 import shutil
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuda_on_cpu.build import arguments, build, link, objects_of
+from cuda_on_cpu.build import Part, arguments, build, link, objects_of, parts_of
 from made import compiled
 
 
@@ -61,7 +61,7 @@ class Original:
     csrc: Path  # a copy
     out: Path
     program: Path
-    objects: dict[Path, Path]
+    objects: dict[Part, Path]
 
 
 def build_original(
@@ -69,11 +69,12 @@ def build_original(
 ) -> Original:
     """Build `sources` from a copy of `csrc` that has only some `rules`, to compile in less time.
 
-    Raises ValueError for a rule that is not in core/rules.h.
+    Raises ValueError for a rule that no header of core/rules has.
     """
     copy = _copied(csrc, out / "csrc")
-    header = copy / "core/rules.h"
-    header.write_text(with_rules(header.read_text(), rules))
+    headers = {header: header.read_text() for header in sorted(copy.glob("core/rules/*.h"))}
+    for header, text in with_rules(headers, rules).items():
+        header.write_text(text)
     sources = [copy / s.relative_to(csrc) if s.is_relative_to(csrc) else s for s in sources]
     program = build(sources, out, "plain", [copy])
     return Original(copy, out, program, objects_of(sources, "plain", [copy]))
@@ -92,9 +93,10 @@ def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:
     if not shown_by or (mutant.variant == "tsan" and mutant.shown_by != "*.cu"):
         raise ValueError(f"shown_by: {mutant.shown_by!r} has to name kernels, with tsan '*.cu'")
     objects = dict(original.objects)
-    for source in shown_by:
-        made = compiled(source, [*arguments(source, mutant.variant, [csrc]), "-w"])
-        objects[original.csrc / source.relative_to(csrc)] = made
+    for part in (part for source in shown_by for part in parts_of(source, csrc)):
+        source, family = part
+        made = compiled(source, [*arguments(part, mutant.variant, [csrc]), "-w"])
+        objects[original.csrc / source.relative_to(csrc), family] = made
     return link(list(objects.values()), folder / "program", mutant.variant)
 
 
@@ -104,10 +106,15 @@ def _copied(csrc: Path, copy: Path) -> Path:
     return Path(shutil.copytree(csrc, copy))
 
 
-def with_rules(header: str, rules: Collection[str]) -> str:
-    """core/rules.h with only some lines of its list. Raises ValueError where one is missing."""
-    listed = re.findall(r"^ *X\((\w+), \w+\)", header, re.MULTILINE)
+def with_rules(headers: Mapping[Path, str], rules: Collection[str]) -> dict[Path, str]:
+    """The headers of core/rules with only some lines of their lists.
+
+    A family of none of them has an empty list. Raises ValueError where a rule is in no header.
+    """
+    line = re.compile(r"^  X\((\w+), \w+\).*\n", re.MULTILINE)
+    listed = [name for text in headers.values() for name in line.findall(text)]
     if missing := set(rules) - set(listed):
-        raise ValueError(f"rules: {sorted(missing)} are not in core/rules.h, which has {listed}")
-    left_out = "|".join(set(listed) - set(rules))
-    return re.sub(rf"^ *X\(({left_out}), .*\n", "", header, flags=re.MULTILINE)
+        raise ValueError(f"rules: {sorted(missing)} are in no header, which have {listed}")
+    # The last line of a list has no backslash: an empty one ends it in place of a line left out.
+    kept = {h: line.sub(lambda m: m[0] if m[1] in rules else "", t) for h, t in headers.items()}
+    return {h: text if text == headers[h] else f"{text}\n" for h, text in kept.items()}

@@ -48,7 +48,11 @@ def build() -> Path:
     OUT.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(lambda unit: _object(*unit), _units()))
-    plain = [*sorted(CSRC.glob("cuda/*.cu")), *sorted(CSRC.glob("cpu/*.cpp"))]
+    plain = [
+        path
+        for glob in ("cuda/*.cu", "core/*.cpp", "cpu/*.cpp")
+        for path in sorted(CSRC.glob(glob))
+    ]
     objects += [*objects_of(plain, "plain", [CSRC]).values()]
     objects += shim_objects()
     libraries = [f"-L{path}" for path in library_paths()]

@@ -1,6 +1,8 @@
+#pragma once
 // Of rules that need their update's norm: adds up squares of the update and the weights in the
 // order of core/reduce.h. Without directions (LAMB) it first advances the moments; with them
 // (MuonH) the update has been made of the directions. span_threads.h has the layout of threads.
+// Included by apply.cu.
 #include "cuda/passes.h"
 #include "cuda/slot_table.h"
 #include "cuda/span_threads.h"
@@ -92,24 +94,13 @@ __global__ void __launch_bounds__(kSpanThreads)
   to[2 * blocks_in_list] = {total.weight, 0, 0};
 }
 
-}  // namespace
-
 template <class Rule>
-const char* moments(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
-                    const SlotRule<Rule>* slot_rules, const NormInputs& norms, void* stream) {
-  if constexpr (needs_update_norm<Rule>) {
-    const int blocks = blocks_of(plan, table, true);
-    return message(launch(moments_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads,
-                          static_cast<cudaStream_t>(stream), list_of(plan, table, true), blocks,
-                          verdict, slot_rules, norms.update_spans, norms.first_span, norms.ticket));
-  } else {
-    return nullptr;
-  }
+const char* launch_moments(const StepList& list, int blocks, const Verdict* verdict,
+                           const void* slot_rules, const NormInputs& norms, cudaStream_t stream) {
+  return message(launch(moments_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads, stream, list,
+                        blocks, verdict, static_cast<const SlotRule<Rule>*>(slot_rules),
+                        norms.update_spans, norms.first_span, norms.ticket));
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                    \
-  template const char* moments<Rule>(const StepPlan&, const StepTable&, const Verdict*, \
-                                     const SlotRule<Rule>*, const NormInputs&, void*);
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
-
+}  // namespace
 }  // namespace amp_mp::cuda

@@ -1,12 +1,11 @@
+#pragma once
 // The first pass of rules with directions (Muon): advances the momentum and stores each element's
-// direction. Thread blocks and threads have the elements that they have in apply.
-#include "cuda/passes.h"
-#include "cuda/slot_table.h"
+// direction. Thread blocks and threads have the elements that they have in apply. Included by
+// apply.cu.
+#include "cuda/apply_loop.h"
 
 namespace amp_mp::cuda {
 namespace {
-
-constexpr int kThreads = 128;
 
 template <class Rule>
 __global__ void __launch_bounds__(kThreads)
@@ -41,25 +40,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
 template <class Rule>
-const char* directions(const StepPlan& plan, const StepTable& table, const Verdict* verdict,
-                       const SlotRule<Rule>* slot_rules, void* stream) {
-  if constexpr (has_direction<Rule>) {
-    const int blocks = blocks_of(plan, table, false);
-    if (blocks == 0) return nullptr;
-    return message(launch(directions_kernel<Rule>, blocks, kThreads,
-                          static_cast<cudaStream_t>(stream), list_of(plan, table, false), verdict,
-                          slot_rules));
-  } else {
-    return nullptr;
-  }
+const char* launch_directions(const StepList& list, int blocks, const Verdict* verdict,
+                              const void* slot_rules, cudaStream_t stream) {
+  return message(launch(directions_kernel<Rule>, blocks, kThreads, stream, list, verdict,
+                        static_cast<const SlotRule<Rule>*>(slot_rules)));
 }
 
-#define AMP_MP_INSTANTIATE(Rule, op)                                                       \
-  template const char* directions<Rule>(const StepPlan&, const StepTable&, const Verdict*, \
-                                        const SlotRule<Rule>*, void*);
-AMP_MP_FOR_EACH_RULE(AMP_MP_INSTANTIATE)
-
+}  // namespace
 }  // namespace amp_mp::cuda
