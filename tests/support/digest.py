@@ -14,9 +14,10 @@ from typing import Any
 
 import cuts
 import torch
-from helpers import DTYPES, interesting_floats, on, random, state_names
-from rules import FLOAT32_ONLY, OF_MATRICES, RULES, SQUARES, STORAGES
+from helpers import DTYPES, interesting_floats, on, random
+from rules import OF_MATRICES, RULES
 from torch import Tensor
+from trainings import FORMATS, Training
 
 import amp_mp as amp
 from amp_mp import _C
@@ -67,29 +68,13 @@ def unaligned_steps_and_copies(digest: Any) -> None:
 
 
 def every_rule_in_every_format(digest: Any) -> None:
-    def tensors(seed: int) -> list[Tensor]:
-        return [
-            torch.from_numpy(random(rows * columns, seed)).view(rows, columns).to(dtype)
-            for dtype in DTYPES.values()
-            for rows, columns in ((1030, 32), (37, 1), (33, 31))
-        ]
-
-    weights, *grads = tensors(0), tensors(1), tensors(2)
-    for rule, (kind, numbers) in (RULES | OF_MATRICES).items():
-        names = state_names(kind([torch.nn.Parameter(weights[0])], **numbers))
-        free = [n for n in names if n not in FLOAT32_ONLY and not rule.startswith("centered")]
-        halves = {name: "float16_root" if name in SQUARES else "float16" for name in free}
-        drawn = {"master": "none", "rounding": "stochastic"}
-        for storage in [*STORAGES.values(), drawn, halves]:
-            params = [torch.nn.Parameter(w.clone()) for w in weights]
-            optimizer = kind(params, **numbers, **storage, max_grad_norm=1.0)
-            for step in grads:
-                for p, g in zip(params, step, strict=True):
-                    p.grad = g
-                optimizer.step()
-            for p in params:
-                for tensor in (p, *optimizer.state[p].values()):
-                    digest.update(raw(tensor))
+    for rule in RULES | OF_MATRICES:
+        for format in FORMATS:
+            training = Training(rule, format)
+            training.step(1)
+            training.step(2)
+            for tensor in training.tensors().values():
+                digest.update(raw(tensor))
 
 
 def momentum_of_muon(digest: Any) -> None:
