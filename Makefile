@@ -26,7 +26,7 @@ PACKAGE := $(shell find python/amp_mp -name '*.py' -o -name '*.pyi')
 SOURCES := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTHON_DIRS := python tests examples benchmarks build_tools setup.py
 
-.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-choices test-processors test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
+.PHONY: demo docs docs-look docs-serve test test-all test-rest test-fast test-wheel test-aarch64 test-choices test-processors same-bits test-zoo test-distributed test-streams lint warnings format bench gpu gpu-peers gpu-tests gpu-bench gpu-sanitize clean build wheel
 
 demo: build
 	$(PY) examples/demo.py
@@ -92,6 +92,12 @@ test-aarch64: build
 # machine's bits.
 test-processors: build
 	$(PY) build_tools/test_processors.py --jobs $(JOBS)
+
+# Whether the working tree computes the bits of another commit: every optimizer and wrapper in every format,
+# in one table. SETS="baseline avx2" compares under each AMP_MP_CPU. 2 minutes of compiling at first.
+same-bits: $(if $(BASE),build)
+	$(if $(BASE),,$(error BASE is missing: make same-bits BASE=HEAD~1, or another commit, branch or tag))
+	$(PY) build_tools/same_bits.py "$(BASE)" --jobs $(JOBS) $(if $(SETS),--sets $(SETS))
 
 # Models of transformers, timm, torchvision, diffusers and torch_geometric, in an environment of
 # their own with pinned versions (1 GB without CUDA). Prints the table of docs/benchmarks.md.
