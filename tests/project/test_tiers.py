@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_on_cpu import build as cuda_on_cpu
+from pretend_gpu import build as pretend_gpu
 from pretend_gpu.suite import DELAYED, FILES, ROOT
 from tiers import full, in_turn, paired, pairs, tiered
+
+import amp_mp as amp
+
+sys.path.append(str(ROOT))
+
+from build_tools.native import all_sets
 
 VALUES = ("abcdefgh", range(5), (True, False, None), ["x", "y"])
 
@@ -55,3 +67,19 @@ def test_each_value_meets_one_in_turn() -> None:
 def test_the_files_of_the_pretend_gpu_exist() -> None:
     assert [name for name in FILES if not (ROOT / f"tests/{name}.py").exists()] == []
     assert {*DELAYED} <= FILES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("AMP_MP_CUDA") != "1", reason="AMP_MP_CUDA=1 asks for kernels")
+def test_what_is_asked_for_is_built_and_tested() -> None:
+    """.ci/run asks for kernels and for all loops: a missing tool is no reason to leave them out."""
+    assert amp.build_info()["cuda"]
+    assert [cuda_on_cpu.why_unavailable("plain"), pretend_gpu.why_unavailable()] == [None, None]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q"]
+    command += ["-m", "kernels and not full", "tests/emulators", "tests/project"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    for name in ("equal_the_cpu_loops", "what_needs_a_gpu_pass", "the_oldest_architecture_lacks"):
+        assert name in collected
+    if os.environ.get("AMP_MP_LOOPS") == "all":
+        library = Path(amp.__file__).parent / "native/libamp_mp_kernels.so"
+        assert [isa for isa in all_sets() if isa.encode() not in library.read_bytes()] == []
