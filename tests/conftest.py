@@ -71,12 +71,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in ("distributed", "emulators"))
 
 
-def pytest_collection_finish() -> None:
-    """Has the garbage collector pass over thousands of tests and modules, which stay."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """pytest-xdist hands out all cases of a function together, in the order above.
@@ -170,6 +164,16 @@ def _on_a_side_stream() -> Iterator[None]:
     with torch.cuda.stream(beside):
         yield
     before.wait_stream(beside)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _the_collector_passes_over_what_stays() -> None:
+    """Modules, thousands of tests and their reports: a million objects.
+
+    Without it each gc.collect() of a test takes .1 s, and the collector comes by itself as slowly.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from torch import nn
 
 import amp_mp as amp
 
+pytestmark = pytest.mark.xdist_group("python_calls")  # one process counts for all
 PACKAGE = str(Path(amp.__file__).parent)
 KINDS = ("AdamW", "SGD", "LAMB", "RMSprop", "Muon")
 
