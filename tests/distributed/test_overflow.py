@@ -35,6 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 SHAPES = [(33,), (96, 64), (1, 33), (3, 64), (5,)]
 SPLITS = [("fsdp", 2), ("hsdp", 4), ("rows", 2), ("columns fsdp", 4), ("rows fsdp", 4)]
 INF, NAN = float("inf"), float("nan")
+# Without staticmethod a partial binds self as a function does, from Python 3.14 on.
+TORCHS = staticmethod(partial(torch.optim.AdamW, foreach=False))
 
 
 class Loop:
@@ -66,7 +68,7 @@ class Scaled(Loop):
     """amp.GradScaler with an amp_mp optimizer."""
 
     halves = 0.5
-    inner: Any = partial(amp.optim.AdamW, memory="exact")
+    inner: Any = staticmethod(partial(amp.optim.AdamW, memory="exact"))
 
     def make(self) -> Any:
         self.scaler = amp.GradScaler("cpu", init_scale=2.0**40)
@@ -94,11 +96,11 @@ class Unscaled(Scaled):
 class ScaledTorch(Scaled):
     """amp.GradScaler with torch's optimizer."""
 
-    inner = partial(torch.optim.AdamW, foreach=False)
+    inner = TORCHS
 
 
 class UnscaledTorch(Unscaled):
-    inner = partial(torch.optim.AdamW, foreach=False)
+    inner = TORCHS
 
 
 class Wrapped(Loop):
@@ -123,7 +125,7 @@ class Wrapped(Loop):
 
 
 class WrappedTorch(Wrapped):
-    inner = partial(torch.optim.AdamW, foreach=False)
+    inner = TORCHS
 
 
 class Handle(Loop):
