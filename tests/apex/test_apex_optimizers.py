@@ -240,9 +240,11 @@ def test_what_the_rule_lacks_is_named(
 
 @pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
 def test_old_forms_of_step_raise(name: str) -> None:
-    optimizer = optimizers.FusedAdam(parameters("cpu"))
+    params = parameters("cpu")
+    optimizer = optimizers.FusedAdam(params)
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         optimizer.step(**{name: [1.0]})
+    train(optimizer, params, 1)
     assert optimizer.step(lambda: 3.0) == 3.0
 
 
@@ -260,7 +262,7 @@ def test_zero_grad_copies_pickles_and_hooks(kind: str) -> None:
     assert all(p.grad is None for p in params)
     for other in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert repr(other) == repr(optimizer)
-        other.step()
+        train(other, other.param_groups[0]["params"], 1)
         other.zero_grad()
     assert isinstance(torch.optim.lr_scheduler.StepLR(optimizer, 1), object)
 

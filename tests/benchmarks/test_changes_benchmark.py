@@ -13,7 +13,6 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/changes.py"
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:amp_mp. squares stored")
 def test_each_part_prints_its_rows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

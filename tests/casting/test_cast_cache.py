@@ -363,7 +363,6 @@ def test_a_region_that_keeps_casts_ends_as_it_began(device: str) -> None:
     assert not _C.casting.set_keeps_casts(False)
 
 
-@pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_optimizer_writes_what_a_cast_would(device: str, dtype: torch.dtype) -> None:
     linear, x = linear_on(device), rows_on(device)

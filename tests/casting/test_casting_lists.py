@@ -20,7 +20,7 @@ from amp_mp.casting.op_table import APEX
 from amp_mp.casting.products import CHOSEN
 
 LOW = torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:(?!amp_mp)")  # some spellings are deprecated
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

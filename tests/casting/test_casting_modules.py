@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import amp_mp as amp
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # float16 on a CPU is slow; nested tensors
+pytestmark = pytest.mark.filterwarnings("ignore:(?!amp_mp)")  # torch has many for layers
 
 
 def images(dimensions: int) -> Tensor:

@@ -14,7 +14,7 @@ import amp_mp as amp
 from amp_mp import _C
 
 LOW = torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("ignore")  # some spellings are deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:(?!amp_mp)")  # some spellings are deprecated
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

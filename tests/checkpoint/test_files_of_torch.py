@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 import amp_mp as amp
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LR = 1e-2
 # The names at the top of a file, and how torch makes the state dict.
 WAYS: dict[str, tuple[list[str], StateDictOptions]] = {

@@ -20,7 +20,6 @@ from torch import nn
 
 import amp_mp as amp
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
     "Adam": (torch.optim.Adam, {"amsgrad": True}),
@@ -284,7 +283,7 @@ CLEAR = ("nothing was loaded", "it is not a checkpoint")
 
 
 @pytest.mark.parametrize("case", [c if c < 10 else full(c) for c in range(CASES)])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:amp_mp")
 def test_mutated_directories(case: int, tmp_path: Path) -> None:
     """200 in `make test`, 1,000 in `make test-all`."""
     source, target = ("torch", *PRESETS)[case % 6], ("torch", *PRESETS)[case // 6 % 6]

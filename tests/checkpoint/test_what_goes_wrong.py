@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import amp_mp as amp
 from amp_mp.checkpoint.optimizer_part import named_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 Pair = tuple[nn.Module, Any]
 
 

@@ -16,7 +16,6 @@ from everything import everything
 
 import amp_mp as amp
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Makes something of a user's at the path, which is beside or in the folder's checkpoint "c".
 Place = Callable[[Path, Path], object]
 

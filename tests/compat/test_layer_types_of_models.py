@@ -148,7 +148,7 @@ def test_hooks_see_what_goes_in_and_comes_out(device: str, words: dict[str, str]
     seen: list[torch.dtype] = []
     net[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     net[0].register_full_backward_hook(lambda module, given, got: seen.append(got[0].dtype))
-    net(torch.randn(3, 4, device=device)).sum().backward()
+    net(torch.randn(3, 4, device=device, requires_grad=True)).sum().backward()
     assert seen == [F32 if words is MIXED else F16] * 2
 
 

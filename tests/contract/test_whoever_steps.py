@@ -204,6 +204,7 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:amp_mp. no parameter of this optimizer has a gradient")
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 @settings(

@@ -250,7 +250,6 @@ def test_roots_are_told_apart_and_parts_are_not_roots() -> None:
     assert sum(name.startswith("Linear") for name in names) == 2 * 3
 
 
-@pytest.mark.filterwarnings("ignore:Using `torch.compile")
 def test_compiled_code_is_seen() -> None:
     model = torch.compile(nn.Linear(2, 1))
     with closing(Recording()) as recording:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import LOSES_UPDATES, warns
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -96,7 +97,9 @@ def test_minimal_follows_float32_and_plain_it_does_not(run: Runner, dtype: str) 
     mixed = run("minimal", "--dtype", dtype)
     assert wanted[-1] < wanted[0] / 1000
     assert follows(mixed["losses"], wanted, dtype)
-    assert not follows(run("minimal", "--plain", "--dtype", dtype)["losses"], wanted, dtype)
+    with warns(LOSES_UPDATES):
+        plain = run("minimal", "--plain", "--dtype", dtype)
+    assert not follows(plain["losses"], wanted, dtype)
 
     assert mixed["x"].shape == (64, 1024)
     assert mixed["y"].shape == (64, 16)
@@ -128,7 +131,8 @@ def test_closure_goes_as_far_down_as_its_dtype_can_tell_apart(run: Runner, dtype
 @pytest.mark.parametrize("dtype", ["float32", *LOW])
 @pytest.mark.parametrize("plain", [(), ("--plain",)])
 def test_a_loaded_run_goes_on_bit_for_bit(run: Runner, plain: tuple[str, ...], dtype: str) -> None:
-    end = run("save_load", *plain, "--dtype", dtype)
+    with warns(LOSES_UPDATES, bool(plain) and dtype != "float32"):
+        end = run("save_load", *plain, "--dtype", dtype)
     assert end["losses"] == end["unbroken"]
     assert len(end["losses"]) == 200
     if not plain:

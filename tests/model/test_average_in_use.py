@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from averages import LOW, STORAGES, make, rounded_weights, train
-from helpers import raw_bytes, through_a_file
+from helpers import LOSES_UPDATES, raw_bytes, through_a_file, warns
 from interrupting import interrupted, lines_of
 from torch import nn
 
@@ -91,11 +91,16 @@ def test_casts_see_the_average_inside(apex: str) -> None:
     assert not torch.equal(before, after)
 
 
+def step_of_torch(model: nn.Module) -> None:
+    with warns(LOSES_UPDATES):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
 # By what the message names: what would go on from averages as if they were weights.
 INSIDE: dict[str, list[Callable[[nn.Module, Any, Any], Any]]] = {
     "optimizer's step inside": [
         lambda model, optimizer, averaged: optimizer.step(),
-        lambda model, optimizer, averaged: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+        lambda model, optimizer, averaged: step_of_torch(model),
     ],
     "an update inside": [
         lambda model, optimizer, averaged: averaged.update(),

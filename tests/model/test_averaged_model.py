@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from averages import LOW, STORAGES, Model, make, rounded_weights, train
-from helpers import array, raw_bytes
+from helpers import array, raw_bytes, warns
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import swa_utils
@@ -205,14 +205,15 @@ def test_buffers_are_copied_or_averaged(device: str, use_buffers: bool) -> None:
     exact: dict[str, NDArray[np.float64]] = {}
     names = ("table", "norm.running_mean", "norm.running_var")
     assert model.table.dtype == torch.bfloat16
-    for update in range(6):
-        train(model, optimizer, seed=update)
-        model.table += 0.25
-        averaged.update()
-        for name in names:
-            value = array(model.get_buffer(name)).astype(np.float64)
-            decay = 0.5 if use_buffers and update else 0.0
-            exact[name] = decay * exact.get(name, 0.0) + (1 - decay) * value
+    with warns("something moves bfloat16 buffers in small steps: table"):
+        for update in range(6):
+            train(model, optimizer, seed=update)
+            model.table += 0.25
+            averaged.update()
+            for name in names:
+                value = array(model.get_buffer(name)).astype(np.float64)
+                decay = 0.5 if use_buffers and update else 0.0
+                exact[name] = decay * exact.get(name, 0.0) + (1 - decay) * value
     found = averaged.float32_state_dict()
     for name in names:
         np.testing.assert_allclose(array(found[name]), exact[name], rtol=1e-5, atol=1e-6)

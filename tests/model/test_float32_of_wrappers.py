@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import wrapping
-from helpers import raw_bytes
+from helpers import LOSES_UPDATES, raw_bytes, warns
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -55,8 +55,9 @@ def has_masters(wrapper: str, inner: str) -> bool:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_masters_inside_a_wrapper_are_given(wrapper: str, inner: str, dtype: torch.dtype) -> None:
     net, optimizer = made(wrapper, inner, dtype)
-    for _ in range(3):
-        train(net, optimizer)
+    with warns(LOSES_UPDATES, not has_masters(wrapper, inner)):
+        for _ in range(3):
+            train(net, optimizer)
     found = amp.float32_state_dict(net, optimizer)
     assert all(x.dtype == torch.float32 for x in found.values())
     again = {name: x.to(net.state_dict()[name].dtype) for name, x in found.items()}
@@ -77,7 +78,8 @@ def test_masters_inside_a_wrapper_are_given(wrapper: str, inner: str, dtype: tor
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_masters_inside_a_wrapper_are_loaded(wrapper: str, inner: str, dtype: torch.dtype) -> None:
     net, optimizer = made(wrapper, inner, dtype)
-    train(net, optimizer)
+    with warns(LOSES_UPDATES, not has_masters(wrapper, inner)):
+        train(net, optimizer)
     wanted: dict[str, Tensor] = {
         name: torch.randn_like(x) for name, x in amp.float32_state_dict(net, optimizer).items()
     }

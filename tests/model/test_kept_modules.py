@@ -291,7 +291,6 @@ SCRIPTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", SCRIPTED)
 def test_torch_jit_script_names_what_exports_the_model(kind: str) -> None:
     model, x = SCRIPTED[kind](), torch.randn(3, 4, dtype=BF16)

@@ -244,7 +244,6 @@ def spectral() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
 
 
-@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
 @pytest.mark.parametrize("make", [Queue, adapters, spectral])
 def test_what_is_written_otherwise_or_not_at_all_is_not_named(device: str, make: Any) -> None:
     model = amp.prepare(make().to(device), BF16)

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations
 
 import amp_mp as amp
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.ao.quantization's
 BF16, F32 = torch.bfloat16, torch.float32
 LOW = [torch.float16, torch.bfloat16]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,19 @@ from torch import Tensor
 
 PRETEND_GPU = os.environ.get("AMP_MP_PRETEND_GPU") == "1"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+LOSES_UPDATES = r"torch\.optim\.\w+ updates low-precision weights"  # warnings of amp_mp
+NO_GRADIENT = "no parameter of this optimizer has a gradient"
 RAGGED = (0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 4097, 1_000_003)
 
 
 def is_gpu(device: str | torch.device) -> bool:
     """Whether tests on this device run on a real GPU, whose torch has kernels of its own."""
     return torch.device(device).type == "cuda" and not PRETEND_GPU
+
+
+def warns(message: str, expected: bool = True) -> AbstractContextManager[Any]:
+    """pytest.warns, of a message of amp_mp; unless it is expected, a warning is an error."""
+    return pytest.warns(UserWarning, match=f"^amp_mp: {message}") if expected else nullcontext()
 
 
 def skip_unless_torch_unscales(device: str, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raw_bytes
+from helpers import NO_GRADIENT, raw_bytes, warns
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
@@ -137,7 +137,8 @@ def _closure(model: Mixed, optimizer: Any, x: Tensor) -> None:
 
 
 def _accumulated(model: Mixed, optimizer: Any, x: Tensor) -> None:
-    optimizer.step()  # without any gradient
+    with warns(NO_GRADIENT, isinstance(optimizer.optimizer, amp.optim.FusedOptimizer)):
+        optimizer.step()
     for _ in range(2):
         for _ in range(3):
             optimizer.backward(model(x))

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 from amp_mp.scaling import Backoff
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:amp_mp. float16 on a CPU"),
-    pytest.mark.filterwarnings("ignore:amp_mp. gradients have been"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:amp_mp. gradients have been")
 
 
 def weight_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -53,10 +53,7 @@ from amp_mp.sharding.shards import local_of
 if PRETEND_GPU:
     import amp_mp_pretend_gpu as native
 
-pytestmark = [
-    pytest.mark.usefixtures("cuda"),
-    pytest.mark.filterwarnings("ignore:amp_mp. squares stored as:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("cuda")
 emulated = pytest.mark.skipif(not PRETEND_GPU, reason="asks the emulated CUDA runtime")
 
 

@@ -462,7 +462,7 @@ IN_A_CASE, CASES = 20, 100
 
 
 @pytest.mark.parametrize("case", [c if c < 15 else full(c) for c in range(CASES)])
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:amp_mp")
 def test_mutated_state_dicts(case: int) -> None:
     """300 in `make test`, 2,000 in `make test-all`."""
     refused = 0
