@@ -46,8 +46,9 @@ docs-look: docs
 docs-serve: $(SITE)/tools
 	$(SITE)/bin/mkdocs serve
 
-# Two workers; tests that share processes stay in one of them (marker xdist_group).
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup
+# Two workers; tests that share processes stay in one of them (marker xdist_group). Warnings of amp_mp
+# fail a test (pyproject.toml); another torch's or Python's own are counted, and shown without make.
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup --disable-warnings
 
 # What a change of Python or C++ can break here: 3 to 6 minutes on two cores.
 test: build

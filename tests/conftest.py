@@ -24,6 +24,7 @@ from casts import products_in_low_precision  # imports amp_mp
 from leftovers import global_state, restore
 from log_progress import LogProgress
 from pretend_gpu.suite import ON_A_GPU
+from run_summary import RunSummary
 
 import amp_mp as amp
 from amp_mp.casting.products import choose_products
@@ -50,11 +51,16 @@ if not os.environ.get("AMP_MP_ZOO"):  # `make test-zoo`, which has other librari
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Where nobody watches, a line for each ten per cent takes the place of the dots."""
+    """Where nobody watches, a line for each ten per cent takes the place of the dots.
+
+    What ends a run is in run_summary.py.
+    """
     reporter = config.pluginmanager.getplugin("terminalreporter")
     several = config.getoption("dist", "no") != "no"  # processes; one alone names its files
     if reporter and several and config.option.verbose == 0 and not sys.stdout.isatty():
         config.pluginmanager.register(LogProgress(reporter))
+    if reporter:  # not in pytest-xdist's processes
+        config.pluginmanager.register(RunSummary())
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is not chosen by -m is left out

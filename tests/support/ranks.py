@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -169,6 +170,8 @@ def kill_all() -> None:
 def serve(rank: int, folder: str, pipe: Connection, choices: dict[torch.dtype, Any]) -> None:
     """What each process does: answers calls until the pipe is closed."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", "amp_mp")  # as pyproject.toml has them for the tests' process
+    warnings.filterwarnings("ignore", 'amp_mp: squares stored as "log8"')
     gc.freeze()  # what the ranks share is not looked through after every call
     CHOSEN.update(choices)
     for low, choice in choices.items():
