@@ -227,7 +227,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("inner", ["torch AdamW", "amp exact"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_takes_it_and_does_what_it_does_for_the_wrapped_one(

