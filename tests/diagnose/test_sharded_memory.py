@@ -122,6 +122,10 @@ def test_where_a_script_calls_it_makes_no_difference() -> None:
         assert amp.diagnose.sharded_memory(1 << 20, 8) == wanted
 
 
+def test_nothing_is_trained_so_that_no_decay_is_warned_of() -> None:
+    by_name(ranks=2, betas=(0.9, 0.995))  # memory="micro" warns of it
+
+
 def test_a_model_counts_as_its_number_of_parameters() -> None:
     told = amp.diagnose.sharded_memory(torch.nn.Linear(1000, 1000, bias=False), 8)
     assert told == amp.diagnose.sharded_memory(10**6, 8)
