@@ -196,6 +196,7 @@ def told_by(script: int, streams: list[Any]) -> list[Any]:
     return training.told
 
 
+@pytest.mark.filterwarnings("ignore:amp_mp. torch.optim.SGD updates low-precision weights")
 @pytest.mark.parametrize(
     "script", tiered(SCRIPTS, SCRIPTS[:6]), ids=lambda script: f"cuda-{script}"
 )
