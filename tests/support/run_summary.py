@@ -42,8 +42,9 @@ class RunSummary:
             for file, seconds in files.most_common(SHOWN)
         ]
         half = (SHOWN + 1) // 2
+        width = max(map(len, names[:half]))
         columns = zip_longest(names[:half], names[half:], fillvalue="")
-        beside = [f"{left:{WIDTH // 2}}{right}".rstrip() for left, right in columns]
+        beside = [f"{left:{width}} {right}".rstrip() for left, right in columns]
         return ["seconds  slowest tests", *tests, "seconds  slowest files", *beside]
 
     def why_skipped(self) -> list[str]:
