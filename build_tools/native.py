@@ -151,7 +151,7 @@ def kernel_units(cuda: Cuda | None, sets: list[str]) -> list[Unit]:
             flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
             flags += [f"-march={INSTRUCTION_SETS[isa]}"]
         listed += of_families(CSRC / "cpu/apply.cpp", flags, isa)
-        listed.append(Unit(CSRC / "cpu/loops.cpp", flags, isa))
+        listed += [Unit(CSRC / f"cpu/{name}.cpp", flags, isa) for name in ("convert", "loops")]
         fused = [*flags, "-ffp-contract=fast"]  # of matrix products only
         listed.append(Unit(CSRC / "cpu/multiply.cpp", fused, isa))
     if cuda:

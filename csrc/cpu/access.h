@@ -3,6 +3,8 @@
 // integer operations (LowGrad, Joined, LowMoment, LowSquare) are converted inside the loop and
 // never leave the registers. All others are Floats: used in place if they are float32, or else
 // decoded into a tile in the cache before the loop and stored after it.
+#include <type_traits>
+
 #include "cpu/convert.h"
 
 namespace amp_mp::cpu {

@@ -1,82 +1,31 @@
 #pragma once
 // Tiles of an array of any format to float32 and back.
-#include <type_traits>
-
 #include "cpu/tiles.h"
+
+// Of convert.cpp, once for each instruction set: they are long, and every unit calls them. (In a
+// namespace of their own, or they would hide the functions of tiles.h from multiply.cpp.)
+namespace amp_mp::cpu::AMP_MP_ISA::of_any_format {
+
+// n elements of an array from `at` on. A grouped format needs `at` and n in multiples of kGroup.
+void decode_tile(Array from, int64_t at, float* to, int n);
+// `random` holds one byte for each element if the format is stochastic; else it may be null.
+void encode_tile(const float* from, Array to, int64_t at, const uint8_t* random, int n);
+// Encodes weights or moments, which saturate in float16. `from` may be `spare`.
+void store_tile(const float* from, Array to, int64_t at, float* spare, const uint8_t* random,
+                int n);
+
+}  // namespace amp_mp::cpu::AMP_MP_ISA::of_any_format
 
 namespace amp_mp::cpu {
 namespace {
 
+using AMP_MP_ISA::of_any_format::decode_tile;
+using AMP_MP_ISA::of_any_format::encode_tile;
+using AMP_MP_ISA::of_any_format::store_tile;
+
 template <class T>
 AMP_MP_BOTH T* at_element(void* data, int64_t at) {
   return static_cast<T*>(data) + at;
-}
-
-template <Format F>
-constexpr bool has(uint32_t property) {
-  return kFormats[int(F)].is(property);
-}
-
-template <Format F>
-AMP_MP_BOTH void decode_as(const Array& from, int64_t at, float* __restrict to, int n) {
-  using Data = typename Elements<F>::Data;
-  using Rest = typename Elements<F>::Rest;
-  const Data* data = at_element<Data>(from.data, at);
-  if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
-    join_tile<WholeMaster>(at_element<Rest>(from.rest, at), data, to, n);
-  } else if constexpr (has<F>(kSplit)) {
-    join_tile<SplitOf<Rest>>(data, at_element<Rest>(from.rest, at), to, n);
-  } else if constexpr (has<F>(kGrouped)) {
-    decode_groups(data, at_element<Rest>(from.rest, at / kGroup), to, n);
-  } else {
-    decode_tile(data, to, n);
-  }
-}
-
-template <Format F>
-AMP_MP_BOTH void encode_as(const float* __restrict from, const Array& to, int64_t at,
-                           const uint8_t* __restrict random, int n) {
-  using Data = typename Elements<F>::Data;
-  using Rest = typename Elements<F>::Rest;
-  Data* data = at_element<Data>(to.data, at);
-  if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
-    split_tile<WholeMaster>(from, at_element<Rest>(to.rest, at), data, n);
-  } else if constexpr (has<F>(kSplit)) {
-    split_tile<SplitOf<Rest>>(from, data, at_element<Rest>(to.rest, at), n);
-  } else if constexpr (has<F>(kGrouped)) {
-    encode_groups(from, data, at_element<Rest>(to.rest, at / kGroup), random, n);
-  } else if constexpr (has<F>(kRandom)) {
-    encode_tile(from, data, random, n);
-  } else {
-    encode_tile(from, data, n);
-  }
-}
-
-// n elements of an array from `at` on. A grouped format needs `at` and n in multiples of kGroup.
-AMP_MP_OWN void decode_tile(Array from, int64_t at, float* __restrict to, int n) {
-#define AMP_MP_DECODE(name, ...) \
-  case Format::name: return decode_as<Format::name>(from, at, to, n);
-  switch (from.format) { AMP_MP_FOR_EACH_FORMAT(AMP_MP_DECODE) }
-#undef AMP_MP_DECODE
-}
-
-// `random` holds one byte for each element if the format is stochastic; else it may be null.
-AMP_MP_OWN void encode_tile(const float* __restrict from, Array to, int64_t at,
-                            const uint8_t* __restrict random, int n) {
-#define AMP_MP_ENCODE(name, ...) \
-  case Format::name: return encode_as<Format::name>(from, to, at, random, n);
-  switch (to.format) { AMP_MP_FOR_EACH_FORMAT(AMP_MP_ENCODE) }
-#undef AMP_MP_ENCODE
-}
-
-// Encodes weights or moments, which saturate in float16. `from` may be `spare`.
-AMP_MP_OWN void store_tile(const float* from, Array to, int64_t at, float* spare,
-                           const uint8_t* random, int n) {
-  if (saturates(to.format)) {
-    for (int i = 0; i < n; ++i) spare[i] = saturate(from[i]);
-    from = spare;
-  }
-  encode_tile(from, to, at, random, n);
 }
 
 }  // namespace

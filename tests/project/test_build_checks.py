@@ -489,7 +489,7 @@ NO_KERNELS = {"cuda_absent"}
 
 def loops(*sets: str) -> set[str]:
     """The names of the units with loops for these instruction sets."""
-    units = {f"cpu_{source}_{isa}" for source in ("loops", "multiply") for isa in sets}
+    units = {f"cpu_{source}_{isa}" for source in ("convert", "loops", "multiply") for isa in sets}
     return units | {f"cpu_apply_{isa}_{family}" for isa in sets for family in FAMILIES}
 
 

@@ -45,6 +45,7 @@ VARIANTS = {
 LIBRARYS = {
     ROOT / "csrc/core/rules.cpp": "core_rules",
     ROOT / "csrc/cpu/apply.cpp": "cpu_apply_baseline",
+    ROOT / "csrc/cpu/convert.cpp": "cpu_convert_baseline",
     ROOT / "csrc/cpu/loops.cpp": "cpu_loops_baseline",
     ROOT / "csrc/cpu/multiply.cpp": "cpu_multiply_baseline",
     ROOT / "csrc/cpu/passes.cpp": "cpu_passes",
