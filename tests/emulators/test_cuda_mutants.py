@@ -10,8 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cuda_on_cpu.mutate import Original, build_mutant, build_original, read_mutants
+from cuda_on_cpu.mutate import Original, build_mutant, build_original, cuda_mutant
 from made import KEPT
+from mutants import read_mutants
 from test_cuda_kernels import CSRC, SOURCES, run, why_unavailable
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 RULES = ("AdamW", "LAMB", "Muon")  # those with kernels of their own, and every kind of list
-MUTANTS = read_mutants(Path(__file__).with_name("cuda_mutants"))
+MUTANTS = read_mutants(Path(__file__).with_name("cuda_mutants"), cuda_mutant)
 
 
 @pytest.fixture(scope="module")

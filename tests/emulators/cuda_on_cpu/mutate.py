@@ -6,44 +6,27 @@ the sources; all else is linked as it was built without the mistake.
 
 import re
 import shutil
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cuda_on_cpu.build import Part, arguments, build, link, objects_of, parts_of
 from made import compiled
+from mutants import Mutant
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """A mistake, and what notices it."""
+class CudaMutant(Mutant):
+    """A mistake in a file of csrc/cuda, or from there, and what notices it."""
 
-    file: str  # of csrc/cuda, or from there
-    text: str  # occurs there exactly once
-    replacement: str = ""
     variant: str = "plain"  # of build.VARIANTS; tsan needs all kernels: shared memory differs there
     shown_by: str  # pattern of the files to compile with it, of csrc/cuda
     says: str  # part of the output
 
-    def of(self, source: str) -> str:
-        """The file's text with the mistake. Raises ValueError unless `text` is in it once."""
-        count = source.count(self.text)
-        if count != 1:
-            raise ValueError(
-                f"{self.file} has {self.text!r} {count} times, expected once: "
-                "adapt the mutant to the changed source"
-            )
-        return source.replace(self.text, self.replacement)
 
-
-def read_mutants(folder: Path) -> dict[str, Mutant]:
-    """The mutants of all .toml files in a folder, by what is wrong with them."""
-    return {
-        name: Mutant(**(_usual(fields) | fields))
-        for file in sorted(folder.glob("*.toml"))
-        for name, fields in tomllib.loads(file.read_text()).items()
-    }
+def cuda_mutant(fields: dict[str, str]) -> CudaMutant:
+    """The mutant of a table, which need not say what is usual."""
+    return CudaMutant(**(_usual(fields) | fields))
 
 
 def _usual(fields: dict[str, str]) -> dict[str, str]:
@@ -80,7 +63,7 @@ def build_original(
     return Original(copy, out, program, objects_of(sources, "plain", [copy]))
 
 
-def build_mutant(mutant: Mutant, original: Original, name: str) -> Path:
+def build_mutant(mutant: CudaMutant, original: Original, name: str) -> Path:
     """Build the program with a mistake.
 
     Raises ValueError where its text has gone, or no file is to be compiled with it.
