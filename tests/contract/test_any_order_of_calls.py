@@ -2,13 +2,11 @@
 
 Random sequences of steps, overflows, writes, loads, copies and changes; contract.py is what the
 weights, masters and states have to be after each, bit for bit, in every format.
-AMP_MP_EXAMPLES=20000 runs so many sequences.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +16,14 @@ import pytest
 import torch
 from contract import Parameter, permuted, step_all
 from helpers import DTYPES, array, assert_same
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from random_tests import random_runs
 from rules import STORAGES, found_state
 from torch import Tensor, nn
 
 import amp_mp as amp
 
-EXAMPLES = int(os.environ.get("AMP_MP_EXAMPLES") or 300)
 NUMBERS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = ((4, 32, 3, 1), (33,), (2, 64))
 
@@ -305,12 +303,7 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=EXAMPLES == 300,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@random_runs(100)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16"]),
     memory=st.sampled_from(list(STORAGES)),

@@ -2,14 +2,13 @@
 
 Random sequences in which optimizers are made, step in turns, are wrapped, lose their state and end,
 while the model is copied, pickled, loaded and written. After every call the float32 values are
-those of a float32 model that was treated alike. AMP_MP_EXAMPLES=20000 runs so many sequences.
+those of a float32 model that was treated alike.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -19,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import DTYPES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_tests import random_runs
 from torch import nn
 
 import amp_mp as amp
 
-EXAMPLES = int(os.environ.get("AMP_MP_EXAMPLES") or 200)
 MASTERS = ("split32", "float32", "split24")
 FEW = 2.0**-20  # float32 numbers, for conversions
 HALF_UNIT = 2.0**-17  # of the 16 significant bits of a split24, lost in each step
@@ -207,12 +206,7 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
 @pytest.mark.filterwarnings("ignore:amp_mp. no parameter of this optimizer has a gradient")
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=EXAMPLES == 200,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@random_runs(60)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16"]),
     short=st.booleans(),
