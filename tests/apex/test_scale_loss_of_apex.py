@@ -14,6 +14,7 @@ import pytest
 import torch
 from apex_levels import LOW, Weight, backward, network, train
 from helpers import NO_GRADIENT, warns
+from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp
@@ -50,10 +51,9 @@ def grads(optimizer: Any) -> list[list[float] | None]:
 # Gradients.
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("scale", ["dynamic", 1.0, 128.0])
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "low", "scale", "kind"), paired(LEVELS, LOW, ["dynamic", 1.0, 128.0], OPTIMIZERS)
+)
 def test_clipping_between_loss_and_step(
     level: str, low: torch.dtype, scale: Any, kind: str
 ) -> None:
@@ -90,10 +90,9 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("num_losses", [1, 2])
-@pytest.mark.parametrize("loss_scale", ["dynamic", 4.0])
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "kind", "loss_scale", "num_losses"), paired(LEVELS, FUSED, ["dynamic", 4.0], [1, 2])
+)
 def test_gradients_that_a_script_reads_are_the_true_ones(
     level: str, kind: str, loss_scale: Any, num_losses: int
 ) -> None:

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import NO_GRADIENT, raw_bytes, warns
+from tiers import paired
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 import amp_mp as amp
 
 LOW = [torch.bfloat16, torch.float16]
+# Masters of the wrapper, or of an optimizer of amp_mp, however it stores them.
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
     "torch AdamW": lambda params: torch.optim.AdamW(params, lr=0.125),
-    "amp float32": lambda params: amp.optim.AdamW(params, lr=0.125),
+    "amp float32": lambda params: amp.optim.AdamW(params, lr=0.125, memory="float32"),
     "amp exact": lambda params: amp.optim.AdamW(params, lr=0.125, memory="exact"),
-    "amp lean": lambda params: amp.optim.AdamW(params, lr=0.125, memory="lean"),
-    "amp tiny": lambda params: amp.optim.AdamW(params, lr=0.125, memory="tiny"),
-    "amp micro": lambda params: amp.optim.AdamW(params, lr=0.125, memory="micro"),
 }
 
 
@@ -48,9 +47,10 @@ def make(
     return model, optimizer, torch.randn(4, 32, device=device).to(dtype)
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("options", [{}, {"dynamic_loss_scale": True}, {"loss_scale": 128.0}])
+@pytest.mark.parametrize(
+    ("inner", "dtype", "options"),
+    paired(INNER, LOW, [{}, {"dynamic_loss_scale": True}, {"loss_scale": 128.0}]),
+)
 def test_a_plain_backward_is_an_error_that_names_the_right_one(
     device: str, inner: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -186,9 +186,9 @@ LEGAL: list[Callable[..., None]] = [_twice, _late, _zeros, _clipped_in_the_model
 LEGAL += [_accumulated]
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("options", [{}, {"dynamic_loss_scale": True}])
-@pytest.mark.parametrize("flow", LEGAL)
+@pytest.mark.parametrize(
+    ("inner", "options", "flow"), paired(INNER, [{}, {"dynamic_loss_scale": True}], LEGAL)
+)
 def test_what_is_right_does_not_raise(
     device: str, inner: str, options: dict[str, Any], flow: Callable[..., None]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from handles import LOW, OPTIMIZERS, Start, scaled_backward, weight_on
 from helpers import autocast_state, raw_bytes
+from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -45,9 +46,9 @@ def test_bfloat16_is_neither_scaled_nor_checked(start: Start, device: str) -> No
     assert handle.loss_scaler.scale == 1.0
 
 
-@pytest.mark.parametrize("losses", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+@pytest.mark.parametrize(
+    ("scale", "dtype", "losses"), paired([128.0, "dynamic"], [torch.float32, *LOW], [1, 2, 3])
+)
 def test_gradients_are_true_after_each_loss(
     start: Start, device: str, scale: float | str, dtype: torch.dtype, losses: int
 ) -> None:
@@ -101,9 +102,9 @@ def backward(handle: Any, optimizer: Any, weights: list[nn.Parameter], factor: f
     scaled_backward(handle, loss, optimizer)
 
 
-@pytest.mark.parametrize("overflows", [1, 2])
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "bad", "overflows"), paired(OPTIMIZERS, [float("inf"), float("nan")], [1, 2])
+)
 def test_after_an_overflow_exactly_one_step_changes_nothing(
     start: Start,
     device: str,
