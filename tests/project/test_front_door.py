@@ -101,16 +101,14 @@ def test_the_names_at_the_top() -> None:
         assert callable(getattr(amp, name))
 
 
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [(folder, name) for folder, names in ELSEWHERE.items() for name in sorted(names)],
-)
-def test_a_name_that_is_elsewhere_says_where(folder: str, name: str) -> None:
+@pytest.mark.parametrize("folder", ELSEWHERE)
+def test_a_name_that_is_elsewhere_says_where(folder: str) -> None:
     package = importlib.import_module(f"amp_mp.{folder}")
-    assert name in package.__all__
-    assert callable(getattr(package, name))
-    with pytest.raises(AttributeError, match=rf"'{name}'; use amp_mp\.{folder}\.{name}$"):
-        getattr(amp, name)
+    assert ELSEWHERE[folder] <= set(package.__all__)
+    for name in sorted(ELSEWHERE[folder]):
+        assert callable(getattr(package, name))
+        with pytest.raises(AttributeError, match=rf"'{name}'; use amp_mp\.{folder}\.{name}$"):
+            getattr(amp, name)
 
 
 @pytest.mark.parametrize(
