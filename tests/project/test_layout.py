@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from definitions import defined_in
+from definitions import defined_in, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/amp_mp"
@@ -63,14 +63,13 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def imported(name: str) -> set[str]:
     """Modules of amp_mp that a module imports, also in functions and under TYPE_CHECKING."""
     folder = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree_of(MODULES[name])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -118,11 +117,12 @@ def belongs_to_self(value: ast.expr) -> bool:
 
 
 def test_private_names_are_used_in_their_own_file_alone() -> None:
-    defined = {name: defined_in(tree) for name, tree in TREES.items()}
+    trees = {name: tree_of(path) for name, path in MODULES.items()}
+    defined = {name: defined_in(tree) for name, tree in trees.items()}
     ours = set().union(*defined.values())
     wrong = [
         f"{MODULES[name].relative_to(ROOT)}:{node.lineno}: {node.attr}"
-        for name, tree in TREES.items()
+        for name, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and re.match("_[a-z]", node.attr)

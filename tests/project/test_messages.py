@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+from definitions import tree_of
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
@@ -28,7 +30,7 @@ def test_every_quoted_message_is_in_the_code() -> None:
 def raised() -> Iterator[str]:
     """Literals of what is raised, warned of or thrown, found in a cruder way than messages.py's."""
     for path in (ROOT / "python").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             match node:
                 case ast.Raise() | ast.Call(func=ast.Attribute(attr="warn") | ast.Name(id="warn")):
                     texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]

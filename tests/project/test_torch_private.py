@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from definitions import defined_in
+from definitions import defined_in, tree_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,6 @@ from amp_mp import torch_private
 
 PACKAGE = Path(torch_private.__file__).parent
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if "native" not in p.parts]
-TREES = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in FILES}
 LISTED = {name for names in torch_private.ATTRIBUTES.values() for name in names}
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 PYTHONS = {"_asdict", "_make", "_replace", "_getframe"}  # named tuples, sys
@@ -173,9 +172,10 @@ def asked_for(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_other_file_has_a_private_name_that_is_not_in_the_table() -> None:
-    ours = set().union(*map(defined, TREES.values())) | PYTHONS
+    trees = {path.relative_to(PACKAGE).as_posix(): tree_of(path) for path in FILES}
+    ours = set().union(*map(defined, trees.values())) | PYTHONS
     wrong, used = [], set()
-    for file, tree in TREES.items():
+    for file, tree in trees.items():
         if file == "torch_private.py":
             continue
         for line, name in asked_for(tree):

@@ -1,8 +1,16 @@
-"""What a Python file defines."""
+"""What a Python file has in it."""
 
 from __future__ import annotations
 
 import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax tree; made for the tests that look at it, not wherever they are collected."""
+    return ast.parse(path.read_text())
 
 
 def defined_in(tree: ast.AST) -> set[str]:
