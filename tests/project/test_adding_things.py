@@ -15,7 +15,7 @@ from built_copies import ROOT, build, copy_tree, run
 
 sys.path.append(str(ROOT))
 
-from build_tools.generated import families_of  # noqa: E402
+from build_tools.generated import families_of
 
 GUIDE = (ROOT / "docs/adding_things.md").read_text()
 # A place and a block of code: the line above the block says where it goes.
