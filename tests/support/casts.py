@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,7 +91,19 @@ def computed(expression: str, names: dict[str, Any]) -> Computed:
     return found
 
 
-def each(rows: dict[str, list[str]]) -> Any:
-    """A case for every spelling."""
-    expressions = [expression for spellings in rows.values() for expression in spellings]
-    return pytest.mark.parametrize("expression", expressions)
+def spellings(rows: dict[str, list[str]]) -> list[str]:
+    """Every expression of some rows."""
+    return [expression for row in rows.values() for expression in row]
+
+
+def unlike(
+    expressions: Iterable[str], outcome: Callable[[str], Any], wanted: Any
+) -> dict[str, Any]:
+    """The expressions whose outcome is not the one wanted, each with its outcome or its error."""
+    found = {}
+    for expression in expressions:
+        try:
+            found[expression] = outcome(expression)
+        except Exception as error:  # the others are looked at all the same
+            found[expression] = f"{type(error).__name__}: {error}"
+    return {expression: each for expression, each in found.items() if each != wanted}
