@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from forked import Script, run_each
+from tiers import paired
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's name)
 from torch.nn.utils import rnn
@@ -83,21 +84,22 @@ def test_the_fused_rms_norm_of_float64_is_the_formula() -> None:
     torch.testing.assert_close(fused(x, weight), expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("weights", ["low", "float32", "none"])
+# Of the input, and what of it is normalized.
+SHAPES = [((3, 5), (5,)), ((7, 300), (300,)), ((2, 4, 33, 2), (33, 2)), ((4096, 64), (64,))]
+
+
 @pytest.mark.parametrize(
-    ("shape", "normalized"),
-    [((3, 5), (5,)), ((7, 300), (300,)), ((2, 4, 33, 2), (33, 2)), ((4096, 64), (64,))],
+    ("kind", "weights", "shapes", "strided"),
+    paired(["layer_norm", "rms_norm"], ["low", "float32", "none"], SHAPES, [False, True]),
 )
-@pytest.mark.parametrize("strided", [False, True])
 def test_results_and_gradients_are_rounded_once(
     low: torch.dtype,
-    shape: tuple[int, ...],
-    normalized: tuple[int, ...],
-    weights: str,
-    strided: bool,
     kind: str,
+    weights: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    strided: bool,
 ) -> None:
+    shape, normalized = shapes
     x = (3 * torch.randn(shape) + 1).to(low)
     x = x.mT.contiguous().mT if strided else x
     of_weights = low if weights == "low" else torch.float32

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 import torch
 from helpers import raw_bytes, through_a_file
 from rules import STORAGES
+from tiers import in_turn, paired, tiered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -160,8 +162,7 @@ EVERY: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("first", EVERY)
+@pytest.mark.parametrize(("first", "dtype"), in_turn(EVERY, LOW))
 def test_any_optimizer_goes_on_from_any_other(device: str, first: str, dtype: torch.dtype) -> None:
     """Each of the others after the first, which is made anew every second stage."""
     for second in EVERY:
@@ -216,8 +217,14 @@ def test_a_weight_that_is_written_between_two_optimizers_is_what_the_second_begi
 # Several optimizers of one weight.
 
 
-@pytest.mark.parametrize("second", EVERY)
-@pytest.mark.parametrize("first", EVERY)
+# A float32 master, a remainder of two bytes, one of one byte, masters of a wrapper of torch's.
+OWNERS = ["SGD float32", "SGD exact", "SGD lean", "FP16_Optimizer of torch"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    tiered(itertools.product(EVERY, EVERY), [*itertools.product(OWNERS, OWNERS)]),
+)
 def test_two_optimizers_see_what_the_other_left(device: str, first: str, second: str) -> None:
     """Alternately, both alive; each step moves every weight by LR."""
     _, low = pair(device)
@@ -320,9 +327,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("prepared", [True, False])
-@pytest.mark.parametrize("optimizers", OPTIMIZERS)
-@pytest.mark.parametrize("wrapper", NAMES)
+@pytest.mark.parametrize(
+    ("wrapper", "optimizers", "prepared"), paired(NAMES, OPTIMIZERS, [True, False])
+)
 def test_float32_weights_are_loaded_under_any_names(
     device: str, wrapper: str, optimizers: str, prepared: bool
 ) -> None:

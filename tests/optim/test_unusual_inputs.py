@@ -13,6 +13,7 @@ import pytest
 import torch
 from forked import Script, run_each
 from rules import RULES
+from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -133,9 +134,10 @@ def test_what_is_no_sequence_of_parameters_is_named(kind: str, first: str) -> No
     assert same(before, tensors_of(model, optimizer))
 
 
-@pytest.mark.parametrize("memory", PRESETS)
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "lion", "lamb", "lars"])
-@pytest.mark.parametrize("train", ["step", "scaler", "clip"])
+@pytest.mark.parametrize(
+    ("memory", "rule", "train"),
+    paired(PRESETS, ["adamw", "sgd", "lion", "lamb", "lars"], ["step", "scaler", "clip"]),
+)
 def test_a_zero_tensor_as_gradient_counts_as_zeros(memory: str, rule: str, train: str) -> None:
     found = []
     for zeros in (torch.zeros, torch._efficientzerotensor):

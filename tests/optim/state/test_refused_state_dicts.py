@@ -13,7 +13,7 @@ import torch
 from everything import error_of, everything
 from mutations import mutated
 from rules import KINDS
-from tiers import full, paired
+from tiers import full
 from torch import nn
 
 import amp_mp as amp
@@ -85,20 +85,23 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "kind", "memory"), paired(STEPS, KINDS, PRESETS))
-def test_a_step_count_that_cannot_be(case: str, kind: str, memory: str) -> None:
+# One check of the count serves every optimizer, and knows nothing of how moments are stored.
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [*((case, "AdamW") for case in STEPS), *(("NaN", kind) for kind in KINDS if kind != "AdamW")],
+)
+def test_a_step_count_that_cannot_be(case: str, kind: str) -> None:
     value, words = STEPS[case]
-    params, optimizer = stepped(kind, memory)
-    saved = copy.deepcopy(stepped(kind, memory, steps=3)[1].state_dict())
+    params, optimizer = stepped(kind)
+    saved = copy.deepcopy(stepped(kind, steps=3)[1].state_dict())
     saved["state"][1]["step"] = value
     refused(optimizer, params, saved, words)
 
 
-@pytest.mark.parametrize("memory", PRESETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_moments_without_a_step_count(kind: str, memory: str) -> None:
-    params, optimizer = stepped(kind, memory)
-    saved = copy.deepcopy(stepped(kind, memory, steps=3)[1].state_dict())
+def test_moments_without_a_step_count(kind: str) -> None:
+    params, optimizer = stepped(kind)
+    saved = copy.deepcopy(stepped(kind, steps=3)[1].state_dict())
     del saved["state"][1]["step"]
     if kind in WITHOUT_STEP:
         optimizer.load_state_dict(saved)
@@ -268,8 +271,8 @@ FILES_OF: dict[str, tuple[str, Spoil, str]] = {
     ("memory", "spoil", "words"),
     [
         *(
-            pytest.param(memory, *FILES[case], id=f"{case}-{memory}")
-            for case, memory in itertools.product(FILES, PRESETS)
+            pytest.param(memory, *file, id=f"{case}-{memory}")
+            for (case, file), memory in zip(FILES.items(), itertools.cycle(PRESETS))
         ),
         *(pytest.param(*file, id=case) for case, file in FILES_OF.items()),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rules import (
     found_master,
     found_state,
 )
-from tiers import in_turn
+from tiers import tiered
 from torch import nn
 
 import amp_mp as amp
@@ -45,8 +46,15 @@ def some_steps(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
     return largest
 
 
-@pytest.mark.parametrize(("rule", "memory"), in_turn(RULES, [*MEMORIES, "no master"]))
-@pytest.mark.parametrize("dtype", DTYPES)
+KEPT = [*MEMORIES, "no master"]
+# Each rule once; each way to keep it meets each dtype.
+IN_TURN = zip(RULES, itertools.cycle(itertools.product(KEPT, DTYPES)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "memory", "dtype"),
+    tiered(itertools.product(RULES, KEPT, DTYPES), [(rule, *kept) for rule, kept in IN_TURN]),
+)
 def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str, dtype: str) -> None:
     """Into an optimizer with a seed of its own, which the file's replaces."""
     kind, numbers = RULES[rule]
