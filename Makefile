@@ -185,7 +185,7 @@ $(VENV)/linters: $(VENV)/tools
 	@touch $@
 
 $(ZOO)/built: $(ZOO)/tools $(NATIVE) $(PACKAGE)
-	AMP_MP_CUDA=0 AMP_MP_OBJECTS=build/zoo MAX_JOBS=$(JOBS) $(ZOO)/bin/python -m pip install --quiet \
+	AMP_MP_CUDA=0 AMP_MP_LOOPS=$(AMP_MP_LOOPS) AMP_MP_OBJECTS=build/zoo MAX_JOBS=$(JOBS) $(ZOO)/bin/python -m pip install --quiet \
 	  --no-build-isolation --no-deps --force-reinstall .
 	touch $@
 

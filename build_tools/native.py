@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 import sysconfig
@@ -201,12 +202,13 @@ def binding_units(torch: Torch, cuda: Cuda | None, folder: Path) -> list[Unit]:
 def compile_all(units: dict[Path, list[Unit]], jobs: int) -> dict[Path, list[Path]]:
     """Compile the units of each folder into it, but for objects that are current; returns these.
 
-    Says before how much there is to do, and after each file how far it is.
+    Says before how much there is to do, after each file how far it is, and at the end how much CPU
+    time it took, which other work on the machine changes less than the clock.
     """
     everything = [(folder, unit) for folder, listed in units.items() for unit in listed]
     stale = [(folder, unit) for folder, unit in everything if not unit.is_current(folder)]
     stale.sort(key=lambda pair: [not pair[1].name.startswith(begins) for begins in LONGEST])
-    begun = time.monotonic()
+    begun, used = time.monotonic(), cpu_seconds()
     if stale:
         print(f"{len(stale)} of {len(everything)} files to compile, {jobs} at a time", flush=True)
     with ThreadPoolExecutor(jobs) as pool:
@@ -217,7 +219,15 @@ def compile_all(units: dict[Path, list[Unit]], jobs: int) -> dict[Path, list[Pat
             future.result()
             seconds = time.monotonic() - begun
             print(f"[{done:2}/{len(stale)}] {seconds:4.0f} s  {waiting[future]}", flush=True)
+    if stale:
+        print(f"compiled with {cpu_seconds() - used:.0f} s of CPU time", flush=True)
     return {folder: [unit.object(folder) for unit in listed] for folder, listed in units.items()}
+
+
+def cpu_seconds() -> float:
+    """What the processes took that this one has started and that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return children.ru_utime + children.ru_stime
 
 
 def write_compile_commands(units: list[Unit], file: Path) -> None:
