@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from forked import Script, run_each
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
+from random_tests import random_runs
 from ranks import on_ranks
+from tiers import in_turn
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (torch's name)
 
@@ -19,6 +21,7 @@ from amp_mp import _C
 from amp_mp.casting import products
 
 DTYPES = [torch.bfloat16, torch.float16]
+HOWS = ["plain", "transposed", "strided"]  # in memory
 THREADS = {torch.bfloat16: 3, torch.float16: 1}
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half an ulp of 1
 
@@ -79,9 +82,9 @@ def test_either_choice_rounds_a_product_once(
     expect_rounded_once(a @ b, a.double() @ b.double(), sizes, 70)
 
 
-@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
-@pytest.mark.parametrize(("m", "k", "n"), SIZES)
-def test_matrices(low: torch.dtype, m: int, k: int, n: int, how: str) -> None:
+@pytest.mark.parametrize(("sizes", "how"), in_turn(SIZES, HOWS))
+def test_matrices(low: torch.dtype, sizes: tuple[int, int, int], how: str) -> None:
+    m, k, n = sizes
     a, b = (stored(values(*s, dtype=low, seed=s[0]), how) for s in ((m, k), (k, n)))
     c = values(n, dtype=low, seed=3)
     exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
@@ -116,12 +119,12 @@ def test_batches_of_matrices(low: torch.dtype, batches: int, m: int, k: int, n: 
     assert torch.equal(into.baddbmm_(a, b), wanted)
 
 
-@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
-@pytest.mark.parametrize(("m", "k", "n"), [(3, 5, 7), (33, 64, 47), (256, 64, 256)])
+@pytest.mark.parametrize(("sizes", "how"), in_turn([(3, 5, 7), (33, 64, 47), (256, 64, 256)], HOWS))
 def test_a_matrix_has_the_same_bits_in_any_batch(
-    low: torch.dtype, m: int, k: int, n: int, how: str
+    low: torch.dtype, sizes: tuple[int, int, int], how: str
 ) -> None:
     """Ranks that have the matrices of Muon in other batches depend on it."""
+    m, k, n = sizes
     a, b = (stored(values(9, *s, dtype=low, seed=s[0]), how) for s in ((m, k), (k, n)))
     together = a @ b
     for first, count in ((0, 1), (8, 1), (2, 5)):
@@ -149,7 +152,7 @@ def test_a_few_rows_do_not_depend_on_one_another(
 
 
 @given(data=strategies.data())
-@settings(max_examples=60, deadline=None)
+@random_runs(30)
 def test_bits_of_the_loops_depend_on_nothing_beside_a_row(data: strategies.DataObject) -> None:
     """Not on threads, on a batch, on the result's order, nor beyond 16 rows on other rows."""
     draw, of = data.draw, strategies.integers
@@ -174,11 +177,13 @@ def test_bits_of_the_loops_depend_on_nothing_beside_a_row(data: strategies.DataO
         assert torch.equal(a @ b[:, columns], whole[:, columns])
 
 
-@pytest.mark.parametrize("how", ["plain", "transposed", "strided"])
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 500, 90), (90, 500, 1), (5, 33, 64), (64, 32, 64)])
+@pytest.mark.parametrize(
+    ("sizes", "how"), in_turn([(1, 500, 90), (90, 500, 1), (5, 33, 64), (64, 32, 64)], HOWS)
+)
 def test_small_products_have_the_same_bits_under_either_choice(
-    low: torch.dtype, m: int, k: int, n: int, how: str
+    low: torch.dtype, sizes: tuple[int, int, int], how: str
 ) -> None:
+    m, k, n = sizes
     a, b = (stored(values(*s, dtype=low, seed=s[0]), how) for s in ((m, k), (k, n)))
     in_float32 = a @ b
     products.choose_products("native", low)

@@ -303,7 +303,7 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@random_runs(100)
+@random_runs(300)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16"]),
     memory=st.sampled_from(list(STORAGES)),

@@ -185,7 +185,7 @@ def ended(way: Way) -> Iterator[None]:
 def test_gradients_are_the_sum_of_the_true_ones(
     device: str, way: type[Way], kind: str, dtype: torch.dtype
 ) -> None:
-    for seed in range(examples(10)):
+    for seed in range(examples(25)):
         draw = random.Random(f"{way.__name__} {kind} {dtype} {seed}")
         run = way(Two(device, dtype), kind)
         with ended(run):

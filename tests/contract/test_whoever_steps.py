@@ -206,7 +206,7 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
 @pytest.mark.filterwarnings("ignore:amp_mp. no parameter of this optimizer has a gradient")
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@random_runs(60)
+@random_runs(200)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16"]),
     short=st.booleans(),

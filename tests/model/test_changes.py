@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_tests import random_runs
 from rules import RULES, STORAGES
-from tiers import paired
+from tiers import paired, pairs, tiered
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -28,6 +30,9 @@ BF16 = torch.bfloat16
 # Whole tiles of 256, a tile and a part of one, one element, rows for groups.
 SHAPES = [(2, 256), (67, 5), (1,), (48, 96), (4099,)]
 MUON = {"lr": 1e-2, "others": {"lr": 1e-3}}
+# A loop notes around the rule: rules of two states, of one and of whole layers have loops of their
+# own; those of directions are in test_muon.
+RULES_OF_LOOPS = ["adamw", "sgd", "lamb"]
 
 
 class Weights(nn.Module):
@@ -116,7 +121,10 @@ def train(
             wanted = {}
 
 
-@pytest.mark.parametrize(("rule", "memory", "dtype"), paired(RULES, STORAGES, LOW))
+@pytest.mark.parametrize(
+    ("rule", "memory", "dtype"),
+    tiered(itertools.product(RULES, STORAGES, LOW), pairs(RULES_OF_LOOPS, STORAGES, LOW)),
+)
 def test_bits_are_those_of_torch_ne(
     device: str, rule: str, memory: str, dtype: torch.dtype
 ) -> None:
@@ -142,7 +150,9 @@ def test_weights_without_masters(device: str, rounding: str, dtype: torch.dtype)
     train(model, optimizer, copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(("rule", "dtype"), paired(RULES, LOW))
+@pytest.mark.parametrize(
+    ("rule", "dtype"), tiered(itertools.product(RULES, LOW), pairs(RULES_OF_LOOPS, LOW))
+)
 def test_float32_weights_change_where_their_rounding_does(
     device: str, rule: str, dtype: torch.dtype
 ) -> None:
@@ -469,7 +479,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@random_runs(30)
 @given(
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=14),
     memory=st.sampled_from(list(STORAGES)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers import DTYPES, array, assert_same, on, random, state_names
 from rules import RULES, TWINS, Expected, found_state
-from tiers import in_turn
+from tiers import tiered
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -24,11 +25,20 @@ def weights(device: str, dtype: torch.dtype) -> Tensor:
     return on(device, values.numpy(), dtype)
 
 
+MEMORIES = ["exact", "float32", "lean", "tiny", "micro"]
+DECAYS = [0.0, 0.01]
+# Each rule twice, with and without decay, each time of another dtype and in another memory.
+IN_TURN = [
+    (rule, MEMORIES[(n + m) % 5], ("float32", "bfloat16")[(n // 5 + m) % 2], decay)
+    for n, rule in enumerate(RULES)
+    for m, decay in enumerate(DECAYS)
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "memory"), in_turn(RULES, ["exact", "float32", "lean", "tiny", "micro"])
+    ("rule", "memory", "dtype", "decay"),
+    tiered(itertools.product(RULES, MEMORIES, ["float32", "bfloat16"], DECAYS), IN_TURN),
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_infinite_weights_are_those_of_the_reference(
     device: str, rule: str, memory: str, dtype: str, decay: float
 ) -> None:
