@@ -64,7 +64,7 @@ class Copy:
 
     def build(self) -> None:
         """Compiles the objects that are older than their sources, and links."""
-        build(self.folder, AMP_MP_OBJECTS=str(self.objects), AMP_MP_LOOPS="baseline", MAX_JOBS="1")
+        build(self.folder, AMP_MP_OBJECTS=str(self.objects), MAX_JOBS="2")
 
     def keep(self) -> None:
         """Keeps the objects, with their times."""
