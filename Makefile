@@ -56,7 +56,6 @@ test: build
 
 # Everything; test-rest is what `make test` leaves out: emulators under sanitizers, mutants of the
 # kernels, every file on the pretend GPU, scripts of `make gpu`, whole products of parameters.
-test-all: export AMP_MP_EXAMPLES ?= 1000
 test-all: build
 	$(PYTEST)
 
