@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 
+Test = TypeVar("Test", bound=Callable[..., None])
 ASKED = os.environ.get("AMP_MP_EXAMPLES")
+SEED = 1
 
 
 def examples(few: int) -> int:
@@ -14,11 +18,14 @@ def examples(few: int) -> int:
     return int(ASKED or few)
 
 
-def random_runs(few: int) -> settings:
+def random_runs(few: int) -> Callable[[Test], Test]:
     """For a test with @given: always the same few examples, or those that are asked for, anew."""
-    return settings(
-        max_examples=examples(few),
-        derandomize=not ASKED,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+
+    def with_settings(test: Test) -> Test:
+        quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+        if ASKED:
+            return settings(max_examples=examples(few), **quiet)(test)
+        # derandomize=True would draw others whenever the text of the test changes.
+        return seed(SEED)(settings(max_examples=few, database=None, **quiet)(test))
+
+    return with_settings
