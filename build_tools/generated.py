@@ -1,7 +1,7 @@
-"""Sources that the build writes: csrc/torch in two units, and what a binding says of itself.
+"""Sources that the build writes: csrc/torch in one unit, and what a binding says of itself.
 
-Each unit parses torch's headers once, which takes some 18 s of CPU time, most of them more than the
-source's own code takes. Two, so that two cores work; after a change only one is compiled again.
+Reading torch's headers takes a fourth of that unit's time; a unit for each folder would take as
+long each, and two together as much more as the code in the smaller one.
 
 Sources with rules of optimizers are compiled once for each family of rules.
 """
@@ -13,10 +13,9 @@ from pathlib import Path
 from build_tools.metadata import commit
 
 
-def torch_units(csrc: Path, folder: Path) -> list[Path]:
-    """Writes the two sources to `folder`, where they changed, and returns them."""
-    units = {"torch_ops": csrc.glob("torch/*.cpp"), "torch_folders": csrc.glob("torch/*/**/*.cpp")}
-    return [one_unit(folder / f"{name}.cpp", sorted(sources)) for name, sources in units.items()]
+def torch_unit(csrc: Path, folder: Path) -> Path:
+    """Writes the source that includes csrc/torch to `folder`, where it changed, and returns it."""
+    return one_unit(folder / "torch_binding.cpp", sorted(csrc.glob("torch/**/*.cpp")))
 
 
 def families_of(source: Path, csrc: Path) -> list[str]:

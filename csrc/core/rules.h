@@ -13,13 +13,13 @@
 //
 // Tests compare the expressions with NumPy bit for bit: do not regroup them, and never let a
 // compiler fuse a multiplication with an addition.
-#include "core/rules/adadelta.h"
 #include "core/rules/adam.h"
 #include "core/rules/adaptive.h"
 #include "core/rules/layerwise.h"
 #include "core/rules/muon.h"
+#include "core/rules/rmsprop.h"
 #include "core/rules/sgd.h"
 
 #define AMP_MP_FOR_EACH_RULE(X)                                              \
-  AMP_MP_RULES_OF_adam(X) AMP_MP_RULES_OF_sgd(X) AMP_MP_RULES_OF_adadelta(X) \
-      AMP_MP_RULES_OF_adaptive(X) AMP_MP_RULES_OF_layerwise(X) AMP_MP_RULES_OF_muon(X)
+  AMP_MP_RULES_OF_adam(X) AMP_MP_RULES_OF_sgd(X) AMP_MP_RULES_OF_adaptive(X) \
+      AMP_MP_RULES_OF_rmsprop(X) AMP_MP_RULES_OF_layerwise(X) AMP_MP_RULES_OF_muon(X)

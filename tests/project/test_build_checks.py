@@ -478,7 +478,7 @@ def test_an_empty_variable_counts_as_unset(tmp_path: Path, monkeypatch: pytest.M
 
 # In both, csrc/torch is compiled for each torch.
 ALWAYS = {"core_rules", "cpu_passes", "cpu_select"}
-FAMILIES = ("adadelta", "adam", "adaptive", "layerwise", "muon", "sgd")
+FAMILIES = ("adam", "adaptive", "layerwise", "muon", "rmsprop", "sgd")
 KERNELS = {f"cuda_apply_{family}" for family in FAMILIES}
 KERNELS |= {
     f"cuda_{name}" for name in ["average", "compare", "copy", "decide", "measure", "runtime"]

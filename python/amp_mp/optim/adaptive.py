@@ -1,4 +1,4 @@
-"""Adagrad, RMSprop, Adadelta, Adamax and Lion; rules: csrc/core/rules/adaptive.h, adadelta.h."""
+"""Adagrad, RMSprop, Adadelta, Adamax and Lion; rules: csrc/core/rules/adaptive.h, rmsprop.h."""
 
 from typing import Any, Unpack
 

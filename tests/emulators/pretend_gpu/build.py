@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 SHIM = HERE.parent / "cuda_on_cpu"
 sys.path.append(str(ROOT))
 
-from build_tools.generated import facts_unit, one_unit, torch_units  # noqa: E402
+from build_tools.generated import facts_unit, one_unit, torch_unit  # noqa: E402
 
 CSRC = ROOT / "csrc"
 OUT = KEPT / "pretend_gpu"
@@ -75,7 +75,7 @@ def _units() -> list[tuple[Path, list[str]]]:
     includes = [*include_paths(), sysconfig.get_paths()["include"]]
     for_torch = [part for path in includes for part in ("-isystem", path)]
     own = one_unit(OUT / "pretend_gpu.cpp", sorted(HERE.glob("*.cpp")))
-    with_torch = [own, *torch_units(CSRC, OUT), facts_unit(OUT, torch.__version__, "pretend", "")]
+    with_torch = [own, torch_unit(CSRC, OUT), facts_unit(OUT, torch.__version__, "pretend", "")]
     return [(source, for_torch) for source in with_torch]
 
 
