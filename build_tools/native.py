@@ -345,6 +345,7 @@ def say_what_is_built(torches: list[Torch], cuda: Cuda | None, sets: list[str]) 
         loops += " (AMP_MP_LOOPS=all asks for the rest)"
     print(
         f"building amp_mp for torch {versions}, Python {platform.python_version()}; {kernels}; "
-        f"{loops}",
+        f"{loops}\n"
+        "130 s of CPU time on an AMD EPYC (Zen 5), 240 with kernels for one architecture",
         flush=True,
     )
