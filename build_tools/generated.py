@@ -18,14 +18,15 @@ def torch_unit(csrc: Path, folder: Path) -> Path:
     return one_unit(folder / "torch_binding.cpp", sorted(csrc.glob("torch/**/*.cpp")))
 
 
-def families_of(source: Path, csrc: Path) -> list[str]:
-    """The families of rules that a source is compiled for: headers of csrc/core/rules with a list.
+def families_of(source: Path) -> list[str]:
+    """The families of rules that a source of csrc/cpu or csrc/cuda is compiled for.
 
-    [""] for a source that csrc/core/family.h is not in, which is compiled once.
+    They are the headers of csrc/core/rules with a list. [""] for a source that csrc/core/family.h is
+    not in, which is compiled once.
     """
     if '#include "core/family.h"' not in source.read_text():
         return [""]
-    headers = sorted(csrc.glob("core/rules/*.h"))
+    headers = sorted(source.parents[1].glob("core/rules/*.h"))
     return [h.stem for h in headers if f"#define AMP_MP_RULES_OF_{h.stem}(" in h.read_text()]
 
 

@@ -179,7 +179,7 @@ def kernel_units(cuda: Cuda | None, sets: list[str]) -> list[Unit]:
 def of_families(source: Path, command: list[str], variant: str = "") -> list[Unit]:
     """The units of a source: one, or one for each family of rules."""
     units = []
-    for family in families_of(source, CSRC):
+    for family in families_of(source):
         define = [f"-DAMP_MP_FAMILY={family}"] if family else []
         name = "_".join(filter(None, (variant, family)))
         units.append(Unit(source, [*command, *define], name))

@@ -163,7 +163,7 @@ def report(sources: Sequence[Path]) -> tuple[list[Kernel], dict[str, int]]:
     A source with rules is a unit for each family of them. Two are compiled at a time. Raises
     RuntimeError with what a compiler said.
     """
-    units = [(source, family) for source in sources for family in families_of(source, CSRC)]
+    units = [(source, family) for source in sources for family in families_of(source)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
         done = list(pool.map(lambda unit: _compile(*unit, Path(folder)), units))
     names = [" ".join(filter(None, (source.name, family))) for source, family in units]

@@ -95,7 +95,7 @@ def test_the_kernels_with_the_new_format_compile(tree: Path, tmp_path: Path) -> 
     if nvcc is None:
         pytest.skip("no nvcc")
     command = [nvcc, "-std=c++20", "-O0", "-Xcicc", "-O0", "-arch=compute_90", f"-I{tree}/csrc"]
-    for family in families_of(tree / "csrc/cuda/apply.cu", tree / "csrc"):
+    for family in families_of(tree / "csrc/cuda/apply.cu"):
         options = ["-ptx", f"-DAMP_MP_FAMILY={family}", "-o", str(tmp_path / "apply.ptx")]
         done = subprocess.run(
             [*command, *options, f"{tree}/csrc/cuda/apply.cu"], capture_output=True, text=True

@@ -83,14 +83,14 @@ def objects_of(
             own = librarys("_".join(filter(None, (LIBRARYS[source], family))))
         return own or compiled(source, arguments(part, variant, include, defines))
 
-    parts = [part for source in sources for part in parts_of(source, include[0])]
+    parts = [part for source in sources for part in parts_of(source)]
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(parts, pool.map(made, parts), strict=True))
 
 
-def parts_of(source: Path, csrc: Path) -> list[Part]:
+def parts_of(source: Path) -> list[Part]:
     """What a source is compiled as: once, or once for each family of rules."""
-    return [(source, family) for family in families_of(source, csrc)]
+    return [(source, family) for family in families_of(source)]
 
 
 def shim_objects() -> list[Path]:

@@ -76,7 +76,7 @@ def build_mutant(mutant: CudaMutant, original: Original, name: str) -> Path:
     if not shown_by or (mutant.variant == "tsan" and mutant.shown_by != "*.cu"):
         raise ValueError(f"shown_by: {mutant.shown_by!r} has to name kernels, with tsan '*.cu'")
     objects = dict(original.objects)
-    for part in (part for source in shown_by for part in parts_of(source, csrc)):
+    for part in (part for source in shown_by for part in parts_of(source)):
         source, family = part
         made = compiled(source, [*arguments(part, mutant.variant, [csrc]), "-w"])
         objects[original.csrc / source.relative_to(csrc), family] = made
