@@ -21,8 +21,8 @@ def torch_unit(csrc: Path, folder: Path) -> Path:
 def families_of(source: Path) -> list[str]:
     """The families of rules that a source of csrc/cpu or csrc/cuda is compiled for.
 
-    They are the headers of csrc/core/rules with a list. [""] for a source that csrc/core/family.h is
-    not in, which is compiled once.
+    They are the headers of csrc/core/rules with a list. [""] for a source without
+    csrc/core/family.h, which is compiled once.
     """
     if '#include "core/family.h"' not in source.read_text():
         return [""]
