@@ -63,7 +63,8 @@ def test_update_loops_are_vectors(tmp_path: Path) -> None:
     command = [str(GCC), *found[1].split(), "-w", f"-I{CSRC}", "-DAMP_MP_ISA=avx2"]
     command += ["-march=x86-64-v3"]
     lines = []
-    for unit in native.of_families(CSRC / "cpu/apply.cpp", command):
+    convert = native.Unit(CSRC / "cpu/convert.cpp", command)
+    for unit in [convert, *native.of_families(CSRC / "cpu/apply.cpp", command)]:
         report = tmp_path / unit.name
         options = [f"-fopt-info-vec-optimized-missed={report}", "-c", str(unit.source)]
         options += ["-o", os.devnull]

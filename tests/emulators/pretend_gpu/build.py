@@ -28,9 +28,10 @@ OUT = KEPT / "pretend_gpu"
 CUDA = "99.0"  # what torch is to name: a torch for CUDA has loaded cuBLAS of its own version
 
 # The arithmetic of build_tools/native.py. Little is optimised: compiling takes longer than running.
+# NDEBUG, as there: functions of pybind11 that are not inlined are one for all objects.
 FLAGS = [
     *("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-fopenmp", "-g0", "-Wall", "-Wextra"),
-    *("-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{SHIM}"),
+    *("-DNDEBUG", "-ffp-contract=off", "-fno-math-errno", f"-I{CSRC}", f"-I{SHIM}"),
 ]
 
 
