@@ -132,7 +132,7 @@ def compiler() -> list[str]:
 
 
 def runs(level: str) -> bool:
-    """Whether this processor runs a level of x86-64, "x86-64-v3".
+    """Whether this processor runs a level of x86-64, "x86-64-v3"; False where no program runs.
 
     The compiler's own answer, by which csrc/cpu/select.cpp chooses when the library is loaded.
     """
@@ -141,7 +141,10 @@ def runs(level: str) -> bool:
         program = f"{folder}/runs"
         command = [*compiler(), "-x", "c++", "-", "-o", program]
         done = subprocess.run(command, input=code, capture_output=True, text=True)
-        return done.returncode == 0 and subprocess.run([program]).returncode == 0
+        try:
+            return done.returncode == 0 and subprocess.run([program]).returncode == 0
+        except OSError:  # a folder for temporary files from which nothing may be started
+            return False
 
 
 def check_python() -> None:

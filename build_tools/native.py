@@ -125,10 +125,12 @@ def chosen_sets() -> list[str]:
     """Those of them that AMP_MP_LOOPS names; baseline is always there."""
     wanted = os.environ.get("AMP_MP_LOOPS") or "all"
     known = all_sets()
-    if wanted == "all" or (wanted == "here" and is_foreign()):
+    # For another processor, and where no program can be run to ask this one, all.
+    can_ask = wanted == "here" and not is_foreign() and runs(INSTRUCTION_SETS["baseline"])
+    if wanted == "all" or (wanted == "here" and not can_ask):
         return known
     if wanted == "here":
-        return [isa for isa in known if isa == "baseline" or runs(INSTRUCTION_SETS[isa])]
+        return [isa for isa in known if runs(INSTRUCTION_SETS[isa])]
     named = wanted.split(",")
     if unknown := [isa for isa in named if isa not in known]:
         raise SystemExit(

@@ -519,9 +519,9 @@ def asked_by_make(gpu: bool, here: Here) -> dict[str, str]:
     ],
 )
 def test_units(who: str, processor: str, wanted: set[str], here: Here) -> None:
-    levels = {"avx2": ("x86-64-v3",), "avx512": ("x86-64-v3", "x86-64-v4")}
+    best = {"avx2": ["x86-64-v3"], "avx512": ["x86-64-v3", "x86-64-v4"]}.get(processor, [])
     here.patch.setattr(native, "IS_X86", processor != "aarch64")
-    here.patch.setattr(native, "runs", lambda level: level in levels.get(processor, ()))
+    here.patch.setattr(native, "runs", lambda level: level in ["x86-64", *best])
     if who != "pip without nvcc":
         here.toolkit("13.0")
     if who.startswith("make"):
@@ -545,6 +545,14 @@ def test_unknown_sets_of_loops_are_refused(here: Here) -> None:
         native.chosen_sets()
     here.set(AMP_MP_LOOPS="avx2")
     assert native.chosen_sets() == ["avx2", "baseline"]
+
+
+def test_all_loops_are_compiled_where_the_processor_cannot_be_asked(here: Here) -> None:
+    here.patch.setattr(native, "IS_X86", True)
+    here.set(AMP_MP_LOOPS="here")
+    tool(here.folder / "bin/g++", ': > "$5"')  # what it makes cannot be started
+    assert not found.runs("x86-64")
+    assert native.chosen_sets() == ["avx512", "avx2", "baseline"]
 
 
 def test_a_processor_runs_what_the_library_chooses_there(monkeypatch: pytest.MonkeyPatch) -> None:
