@@ -297,7 +297,9 @@ def test_a_graph_for_any_number_of_rows_casts_as_eager_does(apex: str) -> None:
         assert torch.equal(found, wanted)
         dtypes.add(found.dtype)
     by_size = apex == "cpu" and amp.build_info()["products"]["bfloat16"]["layers"] == "native"
-    assert dtypes == ({torch.float32, LOW} if by_size else {LOW})
+    wanted = {torch.float32, LOW} if by_size else {LOW}
+    # Beside the baseline's slow loops native products may be faster for 3 rows already.
+    assert dtypes == wanted or (amp.build_info()["cpu"] == "baseline" and dtypes == {LOW})
     assert graphs <= 2, "one for each answer"
     torch._dynamo.reset()
 
