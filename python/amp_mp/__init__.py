@@ -58,7 +58,11 @@ from amp_mp.grad_scaler.grad_scaler import GradScaler
 from amp_mp.model.averaged_model import AveragedModel
 from amp_mp.model.changes import Changes, apply_changes
 from amp_mp.model.convert import prepare
-from amp_mp.model.float32_state_dict import float32_state_dict, load_float32_state_dict
+from amp_mp.model.float32_state_dict import (
+    float32_of,
+    float32_state_dict,
+    load_float32_state_dict,
+)
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn import attach_main_grads
 from amp_mp.optim.state.low_bits import drop_low_bits
@@ -73,9 +77,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AveragedModel", "Changes", "FP16_Optimizer", "GradScaler", "__version__", "apex",
     "apply_changes", "attach_main_grads", "autocast", "build_info", "casting", "checkpoint",
-    "compat", "diagnose", "drop_low_bits", "explain", "float32_state_dict", "formats", "init",
-    "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim", "policies", "prepare",
-    "scaling", "set_policy",
+    "compat", "diagnose", "drop_low_bits", "explain", "float32_of", "float32_state_dict",
+    "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim",
+    "policies", "prepare", "scaling", "set_policy",
 ]
 # Packages with names that users may look for at the top; the error then says where they are.
 _PLACES = (

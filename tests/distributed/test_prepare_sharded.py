@@ -174,7 +174,9 @@ def test_tensor_parallel_weights_become_low_precision_shards(ranks: Ranks) -> No
 def test_float32_state_dict_of_shards_has_dtensors(ranks: Ranks) -> None:
     for found in (each["float32_weights"] for each in ranks):
         assert found["kinds"]
+        assert found["placed"]
         same_bits(found["found"], found["before"])
+        same_bits(found["one by one"], found["before"])
 
 
 def test_sharded_memory_says_what_fsdp2_holds_and_receives(ranks: Ranks) -> None:

@@ -292,6 +292,7 @@ CALLS: dict[str, Callable[[Path, nn.Module, Any, Any], Any]] = {
         path / "new", nn.Linear(2, 2), more=m
     ),
     "checkpoint.load()": lambda path, m, o, _: amp.checkpoint.load(path / "old", m, o),
+    "float32_of()": lambda path, m, o, _: amp.float32_of(m[0].weight, o),
     "float32_state_dict()": lambda path, m, o, _: amp.float32_state_dict(m, o),
     "load_float32_state_dict()": lambda path, m, o, values: amp.load_float32_state_dict(
         m, o, values

@@ -39,6 +39,7 @@ NAMES = {
     "AveragedModel",
     "Changes",
     "apply_changes",
+    "float32_of",
     "float32_state_dict",
     "load_float32_state_dict",
     "drop_low_bits",

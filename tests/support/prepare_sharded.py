@@ -339,6 +339,8 @@ def float32_weights() -> Found:
         "before": before,
         "kinds": {type(v) for v in found.values()} == {DTensor},
         "found": {n: v.to_local() for n, v in found.items()},
+        "one by one": {n: amp.float32_of(p).to_local() for n, p in model.named_parameters()},
+        "placed": all(amp.float32_of(p).placements == p.placements for p in model.parameters()),
     }
 
 

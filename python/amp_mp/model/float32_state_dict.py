@@ -1,4 +1,4 @@
-"""A model's float32 weights: read from the bits beside its weights, and loaded into them."""
+"""Float32 weights: read from the bits beside a model's weights, and loaded into them."""
 
 from collections.abc import Mapping
 from typing import Any, overload
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.module_names import DDP, is_wrapper, without_wrappers
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.edit_blocks import refuse_swapped
@@ -17,6 +17,45 @@ from amp_mp.sharding.shards import like, why_foreign
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {optimizer!r}")
+
+
+def _float32_copy(weight: Tensor, goes_on: bool) -> Tensor:
+    """A low-precision tensor's float32 values, placed as it; a copy of any other."""
+    if weight.dtype in LOW_PRECISION:
+        return like(low_bits.float32_of(weight, goes_on), weight)
+    return weight.detach().clone()
+
+
+def float32_of(weight: Tensor, optimizer: Optimizer | None = None) -> Tensor:
+    """A weight's float32 value, exactly: the weight and the bits that rounding has cut off.
+
+        amp.float32_of(model.head.weight)  # the masters; model.head.weight.float() lacks the bits
+
+    A copy of the weight's shape and layout on its device, dtype float32, without gradient; of a
+    DTensor a DTensor of its placements, and no process sends anything. `float32_state_dict` gives
+    the same for all of a model. To write, use `optimizer.masters`.
+
+    weight: the Parameter itself, float16, bfloat16 or float32: other tensors of the same memory,
+    such as `.data`, have no bits. Where there are none, the value is the weight's. A weight that
+    a script has written since the last step counts as it is, as for a new optimizer.
+    optimizer: the one that goes on; then the bits count also beside what was written. Default None.
+
+    TypeError for what is no tensor, for a tensor of another dtype, and for no optimizer;
+    RuntimeError inside of AveragedModel.swap.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            "weight must be a tensor, such as model.head.weight, found a "
+            f"{type(weight).__name__}; float32_state_dict(model) takes a whole model"
+        )
+    if weight.dtype not in NATIVE:
+        raise TypeError(
+            f"weight must be float16, bfloat16 or float32, found {weight.dtype}, which has no "
+            "master; weight.detach().float() casts it"
+        )
+    _check_optimizer(optimizer)
+    refuse_swapped([weight], "float32_of()")
+    return _float32_copy(weight, goes_on=optimizer is not None)
 
 
 def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -34,16 +73,11 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
     """
     _check_optimizer(optimizer)
     refuse_swapped(model.parameters(), "float32_state_dict()")
-    found = model.state_dict(keep_vars=True)
+    found, goes_on = model.state_dict(keep_vars=True), optimizer is not None
     made: dict[int, Any] = {}
     for value in {id(each): each for each in found.values()}.values():
-        if not isinstance(value, Tensor):
-            made[id(value)] = value
-        elif value.dtype in LOW_PRECISION:
-            exact = low_bits.float32_of(value, goes_on=optimizer is not None)
-            made[id(value)] = like(exact, value)
-        else:
-            made[id(value)] = value.detach().clone()
+        is_tensor = isinstance(value, Tensor)
+        made[id(value)] = _float32_copy(value, goes_on) if is_tensor else value
     return {name: made[id(value)] for name, value in found.items()}
 
 
