@@ -21,6 +21,7 @@ void bind_low_bits(py::module_& m);
 void bind_weight_changes(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edit_block(py::module_& m);
+void bind_gradients(py::module_& m);
 namespace muon {
 void bind(py::module_& m);
 }

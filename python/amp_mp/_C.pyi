@@ -399,6 +399,24 @@ def compare(
 def let_go(param: Tensor) -> None:
     """Lets go of a plain parameter, which then may be swapped."""
 
+def note_gradients(params: Iterable[Tensor], scale: float | None = None) -> bool:
+    """Notes the parameters' gradients as they are now; returns whether there are any.
+
+    scale: by which they are still to be divided; None for true ones.
+    """
+
+def gradient_scales(params: Iterable[Tensor]) -> dict[Tensor, float | None]:
+    """The parameters whose gradients are noted, also if a script has written them since.
+
+    With the scale by which each is still to be divided; None for a true one.
+    """
+
+def unwritten_gradients(params: Iterable[Tensor]) -> set[Tensor]:
+    """The parameters whose gradients are noted and were not written since."""
+
+def forget_gradients(params: Iterable[Tensor]) -> None:
+    """Strikes the notes of the parameters' gradients, which were cleared."""
+
 def first_master(param: Tensor) -> Tensor:
     """A float32 tensor for a master in param_groups: the one that is there, or a new one."""
 

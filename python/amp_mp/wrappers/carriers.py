@@ -40,8 +40,8 @@ class Carrier:
             (loss * scale).backward()
             collect([carrier], scale)
 
-    The ledger knows the scale of each gradient that is not collected. collected: whether `collect`
-    was called since the last step.
+    `_C.gradient_scales` knows the scale of each gradient that is not collected. collected: whether
+    `collect` was called since the last step.
     """
 
     turn = 1  # in `collect`: masters copy gradients before others change them
@@ -67,12 +67,13 @@ class Carrier:
 
     def carried(self) -> float | None:
         """The scale of gradients that are not collected yet; None if all are."""
-        scales = ledger.known(self.params()).values()
+        scales = _C.gradient_scales(self.params()).values()
         return next((scale for scale in scales if scale is not None), None)
 
     def settled(self) -> list[Tensor]:
         """The parameters whose gradients were collected."""
-        return [param for param, scale in ledger.known(self.params()).items() if scale is None]
+        scales = _C.gradient_scales(self.params())
+        return [param for param, scale in scales.items() if scale is None]
 
     # Around a backward pass.
 
@@ -90,14 +91,14 @@ class Carrier:
         as well, at a scale of 1.
         """
         pairs = self.pairs()
-        known = ledger.known([param for param, _ in pairs])
+        known = _C.gradient_scales([param for param, _ in pairs])
         self._found = []
         for param, target in pairs:
             grad, true = param.grad, target.grad
             if known.get(param) is not None:
                 continue
             if delays and true is not None and target is param and true.dtype == param.dtype:
-                ledger.note([param], 1.0)
+                _C.note_gradients([param], 1.0)
                 continue
             self._found.append((param, grad, target, true))
             if true is not None:
@@ -166,7 +167,7 @@ class Carrier:
     def check(self) -> None:
         """Raises RuntimeError if a gradient other than 0 is not collected."""
         pairs = self.pairs()
-        scales = ledger.known([param for param, _ in pairs])
+        scales = _C.gradient_scales([param for param, _ in pairs])
         # A scale of 1 matters to masters only, which have not got the gradient yet.
         waiting = [p for p, t in pairs if (s := scales.get(p)) and (s != 1.0 or t is not p)]
         if waiting and ledger.nonzero(waiting):
@@ -205,7 +206,7 @@ class Carrier:
             if tensor.grad is not None:
                 tensor.grad = None if drop else tensor.grad.detach().zero_()
         gradients.narrow_zeros(tensors)
-        ledger.forget(tensors)
+        _C.forget_gradients(tensors)
         self._earlier = {}
 
 
@@ -252,9 +253,9 @@ class InFloat32(Carrier):
         self._inputs.max_norm = min(limit for limit in limits if limit is not None)
         self._inputs.measured = stepper_of(self.optimizer).measure()
         params = self.params()
-        scales = ledger.known(params)
-        ledger.note([param for param in params if scales.get(param) is None])
-        self._measured = len(ledger.kept(params))
+        scales = _C.gradient_scales(params)
+        _C.note_gradients([param for param in params if scales.get(param) is None])
+        self._measured = len(_C.unwritten_gradients(params))
         totals = self._inputs.measured.totals().values()
         found = [gradients.Statistics(*total.tolist()) for total in totals]
         if any(total.non_finite for total in found):  # the sum has finite elements alone
@@ -263,7 +264,7 @@ class InFloat32(Carrier):
 
     def step(self, *closure: Any) -> Any:
         """The optimizer's step, which clips as `clip` was told."""
-        if self._inputs.measured and len(ledger.kept(self.params())) != self._measured:
+        if self._inputs.measured and len(_C.unwritten_gradients(self.params())) != self._measured:
             self._inputs.measured = None  # a script has written gradients since
         try:
             return stepper_of(self.optimizer).step_with(self._inputs, *closure)
@@ -352,12 +353,12 @@ def scaled_backward(
         each.set_aside(delays)
     params = _params(carriers)
     factors: dict[float, list[Tensor]] = {}
-    for param, before in ledger.known(params).items():
+    for param, before in _C.gradient_scales(params).items():
         if before is not None:
             factors.setdefault(scale / before, []).append(param)
     for factor, own in factors.items():
         gradients.multiply_gradients(own, factor)
-        ledger.note(own, scale)
+        _C.note_gradients(own, scale)
     try:
         yield
     except BaseException:
@@ -368,7 +369,7 @@ def scaled_backward(
         for each in carriers:
             each.inside = None
     if delays:
-        ledger.note(params, scale)
+        _C.note_gradients(params, scale)
     for each in carriers:
         each.put_back()
 
@@ -383,7 +384,7 @@ def collect(carriers: Iterable[Carrier], scale: float, settled: Iterable[Tensor]
     done, first = set(settled), []
     for each in sorted(carriers, key=attrgetter("turn")):
         first += each.take(scale, done)
-    ledger.note(_params(carriers))
+    _C.note_gradients(_params(carriers))
     return first
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_mp import _C
 from amp_mp.messages import say, warn
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.step.overflow_report import describe_nonfinite
@@ -16,7 +17,6 @@ from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.sharding import gradients, reduction
 from amp_mp.switch import ENABLED
 from amp_mp.torch_private import outside_graphs, tree_map_only
-from amp_mp.wrappers import ledger
 from amp_mp.wrappers.carriers import (
     InMasters,
     carrier_for,
@@ -146,7 +146,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
             totals = reduction.totals_of(model_groups([self._carrier]))
             self.overflow, self._max_abs = gradients.overflow_in(totals, scale)
         if self._checks and self.overflow:
-            ledger.note(self._carrier.params(), scale)  # the next loss adds to them
+            _C.note_gradients(self._carrier.params(), scale)  # the next loss adds to them
         else:
             self._complete_gradients(collect([self._carrier], scale, settled))
 

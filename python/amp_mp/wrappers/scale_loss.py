@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_mp import _C
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -288,7 +289,7 @@ class OptimWrapper:
     def _block(self, loss: Tensor, losses: ScaledLosses) -> Iterator[Tensor]:
         with losses.block(loss, self.optimizer) as scaled:
             yield scaled
-        self._noted = ledger.note(all_parameters([self.optimizer]))
+        self._noted = _C.note_gradients(all_parameters([self.optimizer]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""
