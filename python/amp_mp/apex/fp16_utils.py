@@ -12,7 +12,7 @@ from amp_mp.model import convert
 from amp_mp.model.selection import Kept
 from amp_mp.optim.state.low_bits import taken_float32
 from amp_mp.scaling.policies import Static
-from amp_mp.sharding.gradients import copy_all_, copy_gradients, overflow_in
+from amp_mp.sharding.gradients import copy_all_, overflow_in, unscale_gradients
 from amp_mp.sharding.reduction import totals_of
 from amp_mp.torch_private import BatchNorm
 from amp_mp.wrappers import fp16_optimizer
@@ -73,7 +73,8 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copies gradients to the masters, in float32; absent ones are None, or 0 in a flat master."""
     if not flat_master:
-        return copy_gradients(zip(model_params, master_params, strict=True))
+        pairs = [*zip(model_params, master_params, strict=True)]
+        return unscale_gradients([], pairs, 1.0)
     (flat,) = master_params
     flat.grad = torch.zeros_like(flat) if flat.grad is None else flat.grad.zero_()
     pieces = zip(_pieces(flat.grad, model_params), model_params, strict=True)

@@ -134,13 +134,6 @@ def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
     return found
 
 
-def multiply_gradients(params: list[Tensor], multiplier: float) -> None:
-    """Multiplies the gradients in place."""
-    if params and multiplier != 1.0:
-        grads = gradients_of(params)
-        _copy_local_(grads, grads, multiplier)
-
-
 def narrow_zeros(params: Iterable[Tensor]) -> None:
     """Gives low-precision parameters zeros of their dtype in place of float32 ones.
 
@@ -151,14 +144,17 @@ def narrow_zeros(params: Iterable[Tensor]) -> None:
             param.grad = torch.zeros_like(param)
 
 
-def copy_gradients(pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1.0) -> None:
-    """Gives masters their parameters' gradients times multiplier, in float32; or None.
+def unscale_gradients(
+    params: list[Tensor], pairs: list[tuple[Tensor, Tensor]], multiplier: float
+) -> None:
+    """Multiplies the parameters' gradients in place, and those of `pairs` into float32 ones.
 
-    A parameter may be its own master: then a float32 gradient replaces its own.
+    pairs: parameters with their masters, whose gradients these become; or None. A parameter may be
+    its own master: then a float32 gradient replaces its own.
     """
-    given = list(pairs)
-    sources = gradients_of([param for param, _ in given])
-    for param, master in given:
+    own = gradients_of(params) if multiplier != 1.0 else []
+    sources = gradients_of([param for param, _ in pairs])
+    for param, master in pairs:
         grad = param.grad
         if grad is None:
             master.grad = None
@@ -171,9 +167,10 @@ def copy_gradients(pairs: Iterable[tuple[Tensor, Tensor]], multiplier: float = 1
         elif master is param or master.grad is None or master.grad.is_sparse:
             master.grad_dtype = None
             master.grad = torch.empty_like(grad, dtype=torch.float32)
-    targets = gradients_of([master for _, master in given])
-    _copy_local_(targets, sources, multiplier)
-    _C.used_on_current_stream(sources)  # their memory may be freed now
+    targets = gradients_of([master for _, master in pairs])
+    _copy_local_(own + targets, own + sources, multiplier)
+    if sources:
+        _C.used_on_current_stream(sources)  # their memory may be freed now
 
 
 def copy_all_(

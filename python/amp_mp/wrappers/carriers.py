@@ -1,11 +1,10 @@
 """Where the true gradients of scaled losses are: three kinds of Carrier."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.replaced import ReplacedCheck
-from amp_mp.param_groups import params_in
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.shards import local_of
 from amp_mp.wrappers import ledger
@@ -23,6 +21,7 @@ from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 
 Pairs = list[tuple[Tensor, Tensor]]
+Gradients = dict[Tensor, Tensor | None]
 
 
 class Earlier(NamedTuple):
@@ -31,6 +30,16 @@ class Earlier(NamedTuple):
     param: Tensor
     grad: Tensor | None  # the parameter's, where a master has the true one
     true: Tensor
+
+
+class Found(NamedTuple):
+    """What a block has found of a parameter, and puts back if it fails."""
+
+    param: Tensor
+    grad: Tensor | None
+    target: Tensor  # which gets the true gradient
+    true: Tensor | None  # the target's gradient
+    earlier: Earlier | None  # what was set aside already
 
 
 class Carrier:
@@ -44,85 +53,74 @@ class Carrier:
     `collect` was called since the last step.
     """
 
-    turn = 1  # in `collect`: masters copy gradients before others change them
-
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.collected = False
-        self.inside: Pairs | None = None  # the pairs of the scaled_backward under way
-        self._earlier: dict[Tensor, Earlier] = {}  # by the tensor that gets the true gradient
-        # What the present block has found: parameter, its gradient, target, its gradient.
-        self._found: list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] = []
+        # What is set aside, by the tensor that gets the true gradient.
+        self.earlier: dict[Tensor, Earlier] = {}
 
     def pairs(self) -> Pairs:
         """The model's parameters, each with the tensor that gets its true gradient."""
-        return self._find_pairs() if self.inside is None else self.inside
-
-    def _find_pairs(self) -> Pairs:
-        return [(param, param) for param in params_in(self.optimizer.param_groups)]
+        return [(p, p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def params(self) -> list[Tensor]:
         """The model's parameters that the optimizer updates."""
         return [param for param, _ in self.pairs()]
 
-    def carried(self) -> float | None:
-        """The scale of gradients that are not collected yet; None if all are."""
-        scales = _C.gradient_scales(self.params()).values()
-        return next((scale for scale in scales if scale is not None), None)
-
-    def settled(self) -> list[Tensor]:
-        """The parameters whose gradients were collected."""
-        scales = _C.gradient_scales(self.params())
-        return [param for param, scale in scales.items() if scale is None]
-
     # Around a backward pass.
 
     def drop_cleared(self) -> None:
         """Drops true gradients of parameters whose own a script has cleared since."""
-        if not self._earlier:
+        if not self.earlier:
             return
-        there = ledger.present([each.param for each in self._earlier.values()])
-        self._earlier = {t: each for t, each in self._earlier.items() if each.param in there}
+        there = ledger.present([each.param for each in self.earlier.values()])
+        self.earlier = {t: each for t, each in self.earlier.items() if each.param in there}
 
-    def set_aside(self, delays: bool) -> None:
+    def set_aside(
+        self, pairs: Pairs, scales: dict[Tensor, float | None], delays: bool
+    ) -> list[Found]:
         """Makes room for the gradients of a loss; those of delayed losses stay, to be added to.
 
-        delays: whether this loss is delayed, too. True gradients in the parameter's dtype then stay
-        as well, at a scale of 1.
+        scales: of the parameters' gradients, as `_C.gradient_scales` has them. delays: whether this
+        loss is delayed, too. True gradients in the parameter's dtype then stay as well, and this
+        gives them a scale of 1.
         """
-        pairs = self.pairs()
-        known = _C.gradient_scales([param for param, _ in pairs])
-        self._found = []
+        found = []
         for param, target in pairs:
             grad, true = param.grad, target.grad
-            if known.get(param) is not None:
+            if scales.get(param) is not None:
                 continue
             if delays and true is not None and target is param and true.dtype == param.dtype:
-                _C.note_gradients([param], 1.0)
+                scales[param] = 1.0
                 continue
-            self._found.append((param, grad, target, true))
+            earlier = self.earlier.get(target)
+            found.append(Found(param, grad, target, true, earlier))
             if true is not None:
                 # A view is of a bucket, whose memory DistributedDataParallel uses again.
                 own = true if true._base is None else true.clone()
-                self._earlier[target] = Earlier(param, None if target is param else grad, own)
+                own = own if earlier is None else _sum(earlier.true, own)
+                self.earlier[target] = Earlier(param, None if target is param else grad, own)
                 param.grad = target.grad = None
-            elif param in known:
+            elif param in scales:
                 param.grad = None
+        return found
 
-    def restore(self) -> None:
-        """Takes back the last `set_aside`, after an exception."""
-        for param, grad, target, true in self._found:
-            self._earlier.pop(target, None)
+    def restore(self, found: list[Found]) -> None:
+        """Takes back a `set_aside` and what came after it."""
+        for param, grad, target, true, earlier in found:
+            self.earlier.pop(target, None)
+            if earlier is not None:
+                self.earlier[target] = earlier
             param.grad = grad
             target.grad = true
 
     def put_back(self) -> None:
         """Puts back what is still set aside of parameters that the loss has not reached."""
-        for target, (param, grad, true) in [*self._earlier.items()]:
+        for target, (param, grad, true) in [*self.earlier.items()]:
             if param.grad is None:
                 param.grad = grad
                 target.grad = true
-                del self._earlier[target]
+                del self.earlier[target]
 
     def take(self, scale: float, settled: set[Tensor]) -> Pairs:
         """Divides the gradients by the scale; returns the pairs of which this is the first loss.
@@ -134,15 +132,14 @@ class Carrier:
         settled.update(own)
         divided = dict.fromkeys(self._divided(own, scale))
         copied = [pair for pair in new if pair[1] not in divided]
-        first = [pair for pair in copied if pair[1] not in self._earlier]
-        gradients.multiply_gradients(list(divided), 1.0 / scale)
-        gradients.copy_gradients(first, 1.0 / scale)
+        first = [pair for pair in copied if pair[1] not in self.earlier]
+        gradients.unscale_gradients(list(divided), first, 1.0 / scale)
         # One at a time: two float32 gradients of every parameter would take much memory.
-        for param, target in copied if self._earlier else ():
-            if target in self._earlier:
-                gradients.copy_gradients([(param, target)], 1.0 / scale)
+        for param, target in copied if self.earlier else ():
+            if target in self.earlier:
+                gradients.unscale_gradients([], [(param, target)], 1.0 / scale)
                 self._add_earlier(target)
-        for target in [*self._earlier]:
+        for target in [*self.earlier]:
             self._add_earlier(target)
         self.collected = True
         return first
@@ -152,7 +149,7 @@ class Carrier:
         return params
 
     def _add_earlier(self, target: Tensor) -> None:
-        param, grad, true = self._earlier.pop(target)
+        param, grad, true = self.earlier.pop(target)
         if (new := target.grad) is None:
             target.grad = true
         else:
@@ -201,13 +198,14 @@ class Carrier:
 
     def zero_grad(self, drop: bool) -> None:
         """Sets the gradients to 0, or to None with `drop`."""
-        tensors = list(dict.fromkeys(chain(*self.pairs())))
+        tensors = list(chain(*self.pairs()))
         for tensor in tensors:
             if tensor.grad is not None:
                 tensor.grad = None if drop else tensor.grad.detach().zero_()
-        gradients.narrow_zeros(tensors)
-        _C.forget_gradients(tensors)
-        self._earlier = {}
+        if not drop:
+            gradients.narrow_zeros(tensors)
+            _C.forget_gradients(tensors)
+        self.earlier = {}
 
 
 class InFloat32(Carrier):
@@ -217,7 +215,6 @@ class InFloat32(Carrier):
     parameter. torch's grad_dtype is None from then on: `.grad` may have any dtype.
     """
 
-    turn = 2  # what an optimizer of torch shares with this one is divided in its own dtype
     optimizer: FusedOptimizer
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -226,7 +223,7 @@ class InFloat32(Carrier):
         self._measured = 0  # how many gradients _inputs.measured is of
 
     def _divided(self, params: list[Tensor], scale: float) -> list[Tensor]:
-        wide = {t for t, each in self._earlier.items() if each.true.dtype == torch.float32}
+        wide = {t for t, each in self.earlier.items() if each.true.dtype == torch.float32}
         # A gradient with a graph of its own (create_graph=True) has to stay the tensor it is.
         given = [p for p in params if p.grad is not None and not p.grad.requires_grad]
         low = {p for p in given if p.grad is not None and p.grad.dtype in LOW_PRECISION}
@@ -278,14 +275,12 @@ class InMasters(Carrier):
     The model's keep the scale of the last loss. float32 parameters' are unscaled in place.
     """
 
-    turn = 0
-
     def __init__(self, masters: Masters) -> None:
         super().__init__(masters.optimizer)
         self.masters = masters
         self._replaced = ReplacedCheck()
 
-    def _find_pairs(self) -> Pairs:
+    def pairs(self) -> Pairs:
         """Each parameter with its master, or with itself if it has none."""
         low = self.masters.low
         return [
@@ -313,7 +308,8 @@ class InMasters(Carrier):
         """As Carrier's; and parameters whose masters have no gradient."""
         if not self.collected:
             return super().foreign()
-        return ledger.changed(p for p, m in self.masters.pairs() if m.grad is None)
+        without = [param for param, master in self.masters.pairs() if master.grad is None]
+        return ledger.changed(without) if without else []
 
     def before_step(self) -> None:
         """The masters follow what was written into the model."""
@@ -337,6 +333,70 @@ def carrier_for(optimizer: Optimizer) -> Carrier:
     return InFloat32(inner) if isinstance(inner, FusedOptimizer) else Carrier(inner)
 
 
+class Block:
+    """A loss under way: it goes backward at this scale, and is collected unless it is delayed."""
+
+    under_way: ClassVar[dict[int, "Block"]] = {}  # by id, the innermost last
+
+    def __init__(self, carriers: Sequence[Carrier], scale: float, delays: bool) -> None:
+        self.carriers = carriers
+        self.scale = scale
+        self.delays = delays
+        # For each block inside of this one: what that has interrupted.
+        self._interrupted: list[tuple[Gradients, list[dict[Tensor, Earlier]]]] = []
+
+    def begin(self, own: list[Pairs]) -> list[list[Found]]:
+        """Sets true gradients aside, and gives those of delayed losses this scale.
+
+        own: pairs of each carrier.
+        """
+        scales = _C.gradient_scales([param for pairs in own for param, _ in pairs])
+        each = zip(self.carriers, own, strict=True)
+        found = [carrier.set_aside(pairs, scales, self.delays) for carrier, pairs in each]
+        factors: dict[float, list[Tensor]] = {}
+        for param, before in scales.items():
+            if before is not None:
+                factors.setdefault(self.scale / before, []).append(param)
+        for factor, params in factors.items():
+            gradients.unscale_gradients(params, [], factor)
+            _C.note_gradients(params, self.scale)
+        return found
+
+    def interrupt(self, params: set[Tensor]) -> Gradients:
+        """Puts away what this loss has of these gradients, for a block inside of this one.
+
+        Returns it, by the parameters which both have in common.
+        """
+        own = self._common(params)
+        grads = {param: param.grad for pairs in own for param, _ in pairs}
+        for param, grad in grads.items():
+            grads[param] = grad if grad is None or grad._base is None else grad.clone()
+            param.grad = None
+        each = zip(self.carriers, own, strict=True)
+        earlier = [
+            {target: x for _, target in pairs if (x := carrier.earlier.pop(target, None))}
+            for carrier, pairs in each
+        ]
+        if grads:
+            self._interrupted.append((grads, earlier))
+        return grads
+
+    @torch.no_grad()
+    def go_on(self) -> None:
+        """Takes back the last `interrupt`, and adds what the block inside of this one has left."""
+        grads, earlier = self._interrupted.pop()
+        for carrier, known in zip(self.carriers, earlier, strict=True):
+            carrier.earlier |= known
+        self.begin(self._common(grads))
+        for param, grad in grads.items():
+            if grad is not None:
+                param.grad = grad if param.grad is None else _sum(grad, param.grad)
+
+    def _common(self, params: Container[Tensor]) -> list[Pairs]:
+        each = (carrier.pairs() for carrier in self.carriers)
+        return [[pair for pair in pairs if pair[0] in params] for pairs in each]
+
+
 @contextmanager
 def scaled_backward(
     carriers: Sequence[Carrier], scale: float, delays: bool = False
@@ -344,48 +404,77 @@ def scaled_backward(
     """A block for a backward pass at this scale, and for `collect` unless it is delayed.
 
     True gradients of earlier losses are set aside, and `collect` adds them. Gradients of delayed
-    losses stay where they are, and follow where this loss has another scale.
+    losses stay where they are, and follow where this loss has another scale. What a block around
+    this one has of the same parameters is put away meanwhile.
     """
-    for each in carriers:
-        each.drop_cleared()
-        each.inside = each.pairs()
-    for each in carriers:
-        each.set_aside(delays)
-    params = _params(carriers)
-    factors: dict[float, list[Tensor]] = {}
-    for param, before in _C.gradient_scales(params).items():
-        if before is not None:
-            factors.setdefault(scale / before, []).append(param)
-    for factor, own in factors.items():
-        gradients.multiply_gradients(own, factor)
-        _C.note_gradients(own, scale)
+    block, outer = Block(carriers, scale, delays), interrupt_blocks(carriers)
     try:
-        yield
-    except BaseException:
-        for each in reversed(carriers):  # the first has found what parameters had
-            each.restore()
-        raise
-    finally:
         for each in carriers:
-            each.inside = None
-    if delays:
-        _C.note_gradients(params, scale)
-    for each in carriers:
-        each.put_back()
+            each.drop_cleared()
+        found = block.begin([each.pairs() for each in carriers])
+        try:
+            Block.under_way[id(block)] = block
+            yield
+        except BaseException:
+            # The first has found what parameters had.
+            for each, own in reversed([*zip(carriers, found, strict=True)]):
+                each.restore(own)
+            raise
+        finally:
+            Block.under_way.pop(id(block), None)
+        if delays:
+            _C.note_gradients(_params(carriers), scale)
+        for each in carriers:
+            each.put_back()
+    finally:
+        Block.under_way.pop(id(block), None)  # an interrupt may have come before the other line
+        for interrupted in outer:
+            interrupted.go_on()
+
+
+def interrupt_blocks(carriers: Iterable[Carrier]) -> list[Block]:
+    """Puts away what losses under way have of these carriers' gradients; returns their blocks."""
+    interrupted = []
+    if Block.under_way:
+        left = set(_params(carriers))
+        # From the innermost on, which has the gradients of parameters that several share.
+        for block in reversed([*Block.under_way.values()]):
+            if common := block.interrupt(left):
+                left.difference_update(common)
+                interrupted.append(block)
+    return interrupted
+
+
+def are_gone(params: Iterable[Tensor]) -> bool:
+    """Whether no parameter has a gradient other than 0, also none that a loss has set aside."""
+    given = list(params)
+    blocks = [*Block.under_way.values()]
+    if any(not set(_params(block.carriers)).isdisjoint(given) for block in blocks):
+        return False
+    return ledger.are_gone(given)
 
 
 @torch.no_grad()
-def collect(carriers: Iterable[Carrier], scale: float, settled: Iterable[Tensor] = ()) -> Pairs:
+def collect(carriers: Sequence[Carrier], scale: float, settled: Iterable[Tensor] = ()) -> Pairs:
     """Divides gradients by the scale; each once, also where optimizers share it.
 
     settled: parameters whose gradients are divided already. Returns the parameters and masters for
     which this is the first loss.
     """
     done, first = set(settled), []
-    for each in sorted(carriers, key=attrgetter("turn")):
-        first += each.take(scale, done)
+    # Masters copy gradients before others change them. What an optimizer of torch shares with one
+    # of amp_mp is divided in its own dtype, which torch's needs.
+    for kind in (InMasters, Carrier, InFloat32):
+        for each in carriers:
+            if type(each) is kind:
+                first += each.take(scale, done)
     _C.note_gradients(_params(carriers))
     return first
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """A new tensor; torch adds a sparse one to a dense one only."""
+    return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
 def _params(carriers: Iterable[Carrier]) -> list[Tensor]:

@@ -139,7 +139,14 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
         If gradients are checked and one overflows, this sets `overflow` and divides none.
         """
-        self._collect(self._carrier.carried() or self.loss_scale, self._carrier.settled())
+        scales = self._scales()
+        waiting = [scale for scale in scales.values() if scale is not None]
+        settled = [param for param, scale in scales.items() if scale is None]
+        self._collect(waiting[0] if waiting else self.loss_scale, settled)
+
+    def _scales(self) -> dict[Tensor, float | None]:
+        """Of the noted gradients: what each is still to be divided by; None for true ones."""
+        return _C.gradient_scales(self._carrier.params())
 
     def _collect(self, scale: float, settled: Sequence[Tensor] = ()) -> None:
         if self._checks:
@@ -220,7 +227,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def _check_gradients(self) -> None:
         """Raises RuntimeError for gradients that still carry a scale or came without backward."""
-        if not self._masters.enabled or (self.overflow and self._carrier.carried()):
+        if not self._masters.enabled or (self.overflow and any(self._scales().values())):
             return  # an overflow: there will be no step
         self._carrier.check()
         if foreign := self._carrier.foreign():

@@ -25,10 +25,10 @@ from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
 from amp_mp.sharding.reduction import totals_of
-from amp_mp.wrappers import ledger
 from amp_mp.wrappers.carriers import (
     Carrier,
     InMasters,
+    are_gone,
     carrier_for,
     collect,
     model_groups,
@@ -60,7 +60,7 @@ class Iteration:
 
     def is_gone(self) -> bool:
         """Whether no gradient is left without a step: dropped, or applied by hand."""
-        return self.losses > 0 and ledger.are_gone(self.params)
+        return self.losses > 0 and are_gone(self.params)
 
 
 class SkippedSteps:
@@ -232,11 +232,15 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
         )
         true(*args, **kwargs)
 
+    outer = vars(loss).get("backward")  # of a block around this one, for the same loss
     loss.backward = backward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del loss.backward
+        if outer is None:
+            del loss.backward
+        else:
+            loss.backward = outer  # type: ignore[method-assign]
 
 
 class OptimWrapper:
@@ -273,7 +277,7 @@ class OptimWrapper:
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
         # Or the last losses were given up without a step.
-        if self._noted and ledger.are_gone(all_parameters([self.optimizer])):
+        if self._noted and are_gone(all_parameters([self.optimizer])):
             self._next = 0
             for losses in self.losses:
                 losses.give_up()

@@ -1,0 +1,309 @@
+"""scale_loss inside of scale_loss: every loss is divided once, by its own scale.
+
+The reference is float32 torch without a loss scale. Small whole numbers and powers of two are exact
+in every format here, so all gradients are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from handles import Start, scaled_backward
+from helpers import raw_bytes
+from random_tests import examples
+from torch import Tensor, nn
+
+import amp_mp as amp
+from amp_mp.scaling import Backoff
+
+pytestmark = pytest.mark.filterwarnings("ignore:amp_mp. gradients have been")
+
+Make = Callable[[Any], torch.optim.Optimizer]
+SGD: dict[str, Make] = {
+    "torch": lambda params: torch.optim.SGD(params, lr=0.125),
+    "ours": lambda params: amp.optim.SGD(params, lr=0.125),
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class StopError(Exception):
+    """What a test raises inside of a block."""
+
+
+def times(weights: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    """A loss whose gradients are the factors."""
+    parts = [(w.float() * x).sum() for w, x in zip(weights, factors, strict=True)]
+    return sum(parts, torch.zeros((), device=weights[0].device))
+
+
+def weights_on(device: str, dtype: torch.dtype, count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3, dtype=dtype, device=device)) for _ in range(count)]
+
+
+def first_of(grads: Sequence[Tensor | None]) -> list[float | None]:
+    """The gradients' only number, which all elements have."""
+    for grad in grads:
+        assert grad is None or (grad == grad[0]).all()
+    return [None if grad is None else grad.detach()[0].item() for grad in grads]
+
+
+def gradients(weights: Sequence[Tensor]) -> list[float | None]:
+    return first_of([weight.grad for weight in weights])
+
+
+def fail(handle: Any, loss: Tensor, optimizer: Any, first: Callable[[], None] = list) -> None:
+    """A block that raises when `first` is done and the loss has gone backward."""
+    with handle.scale_loss(loss, optimizer) as scaled:
+        first()
+        scaled.backward()
+        raise StopError
+
+
+@pytest.fixture(params=SGD)
+def make(request: pytest.FixtureRequest) -> Make:
+    """SGD of torch or of amp_mp."""
+    return SGD[request.param]
+
+
+# Where the outer loss goes backward: before the inner block, after it, or on both sides of it.
+PLACES = ["before", "after", "both"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_inside_of_another_ones_block(
+    start: Start, device: str, make: Make, dtype: torch.dtype, place: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    weights = weights_on(device, dtype, 2)
+    optimizer = make(weights)
+    outer = times(weights, [1, 2])
+    with handle.scale_loss(outer, optimizer) as scaled:
+        if place != "after":
+            scaled.backward(retain_graph=True)
+        with handle.scale_loss(times(weights, [3, 4]), optimizer) as inner:
+            inner.backward()
+        if place != "before":
+            scaled.backward()
+    assert gradients(weights) == ([5, 8] if place == "both" else [4, 6])
+    optimizer.step()
+    wanted = [0.375, 0] if place == "both" else [0.5, 0.25]
+    assert first_of(weights) == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_from_before_are_added_once(
+    start: Start, device: str, make: Make, dtype: torch.dtype, place: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    weights = weights_on(device, dtype, 3)
+    optimizer = make(weights)
+    with handle.scale_loss(times(weights, [1, 1, 1]), optimizer) as scaled:
+        scaled.backward()
+    with handle.scale_loss(times(weights[:1], [2]), optimizer) as scaled:
+        if place != "after":
+            scaled.backward(retain_graph=True)
+        with handle.scale_loss(times(weights[:2], [4, 4]), optimizer) as inner:
+            inner.backward()
+        if place != "before":
+            scaled.backward()
+    assert gradients(weights) == [9 if place == "both" else 7, 5, 1]
+
+
+@pytest.mark.parametrize("outer", ["torch", "ours"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_optimizers_that_share_a_weight(
+    start: Start, device: str, make: Make, dtype: torch.dtype, outer: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    own, shared, others = weights = weights_on(device, dtype, 3)
+    first, second = SGD[outer]([own, shared]), make([shared, others])
+    with handle.scale_loss(times([own, shared], [1, 2]), first) as scaled:
+        scaled.backward()
+        with handle.scale_loss(times([shared, others], [3, 4]), second) as inner:
+            inner.backward()
+    assert gradients(weights) == [1, 5, 4]
+
+
+def test_one_loss_in_a_block_for_each_optimizer(start: Start, device: str, make: Make) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    weights = weights_on(device, torch.float32, 2)
+    first, second = (make([weight]) for weight in weights)
+    loss = times(weights, [1, 2])
+    with (
+        handle.scale_loss(loss, first) as scaled,
+        handle.scale_loss(loss, second),
+    ):
+        scaled.backward()  # both optimizers' scale is the handle's
+    assert gradients(weights) == [1, 2]
+    assert "backward" not in vars(loss)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses_with_scales_of_their_own(
+    start: Start, device: str, make: Make, dtype: torch.dtype
+) -> None:
+    weights = weights_on(device, dtype, 2)
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0))
+    optimizer = handle.wrap_optimizer(make(weights), num_loss=3)
+    for scaler, scale in zip(optimizer.loss_scalers, (2.0**9, 2.0, 2.0**5), strict=True):
+        scaler.scale = scale
+    for _ in range(2):
+        first, second, third = (times(weights, [x, x + 1]) for x in (1, 3, 5))
+        with optimizer.scale_loss(first) as a:
+            with optimizer.scale_loss(second) as b:
+                b.backward()
+                with optimizer.scale_loss(third) as c:
+                    c.backward()
+            a.backward()
+        assert gradients(weights) == [9, 12]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("losses", ["one handle", "two losses"])
+@pytest.mark.parametrize("bad", ["outer", "inner"])
+def test_an_overflow_skips_one_step_and_lowers_its_own_scale(
+    start: Start, device: str, make: Make, losses: str, bad: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    (weight,) = weights_on(device, torch.float32, 1)
+    optimizer: Any = make([weight])
+    scalers, given = [handle.loss_scaler] * 2, (optimizer,)
+    source = handle
+    if losses == "two losses":
+        source = optimizer = handle.wrap_optimizer(optimizer, num_loss=2)
+        scalers, given = optimizer.loss_scalers, ()
+    before = raw_bytes(weight)
+    for factors in ({bad: float("inf")}, {}):
+        optimizer.zero_grad()
+        outer, inner = (times([weight], [factors.get(x, 1.0)]) for x in ("outer", "inner"))
+        with source.scale_loss(outer, *given) as a:
+            a.backward()
+            with source.scale_loss(inner, *given) as b:
+                b.backward()
+        optimizer.step()
+        assert (raw_bytes(weight) == before) == bool(factors)
+    assert weight[0].item() == 0.75
+    wanted = {"outer": [8.0, 16.0], "inner": [16.0, 8.0]}[bad]
+    assert [s.scale for s in scalers] == ([8.0, 8.0] if losses == "one handle" else wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_inner_loss_that_fails_leaves_the_outer_one(
+    start: Start, device: str, make: Make, dtype: torch.dtype
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    weights = weights_on(device, dtype, 2)
+    optimizer = make(weights)
+    with handle.scale_loss(times(weights, [1, 2]), optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(StopError):
+            fail(handle, times(weights, [3, 4]), optimizer)
+    assert gradients(weights) == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_outer_loss_that_fails_takes_the_inner_one_with_it(
+    start: Start, device: str, make: Make, dtype: torch.dtype
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    weights = weights_on(device, dtype, 2)
+    optimizer = make(weights)
+    scaled_backward(handle, times(weights, [1, 2]), optimizer)
+
+    def inner() -> None:
+        scaled_backward(handle, times(weights, [3, 4]), optimizer)
+
+    with pytest.raises(StopError):
+        fail(handle, times(weights, [5, 6]), optimizer, inner)
+    assert gradients(weights) == [1, 2]
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_apexs_blocks_with_masters(device: str, make: Make, delay: bool) -> None:
+    model = nn.Module()
+    for name in ("first", "second"):
+        (weight,) = weights_on(device, torch.float16, 1)
+        model.register_parameter(name, weight)
+    optimizer = make(model.parameters())
+    options = {"opt_level": "O2", "cast_model_type": False, "verbosity": 0}
+    amp.apex.amp.initialize(model, optimizer, **options, loss_scale="dynamic", num_losses=2)
+    for scaler, scale in zip(amp.apex.amp._amp_state.loss_scalers, (2.0**4, 2.0**8), strict=True):
+        scaler.loss_scaler.scale = scale
+    weights = [*model.parameters()]
+    scale_loss = amp.apex.amp.scale_loss
+    for _ in range(2):
+        with scale_loss(times(weights, [1, 2]), optimizer) as a:
+            a.backward(retain_graph=True)
+            with scale_loss(times(weights, [3, 4]), optimizer, 1, delay_unscale=delay) as b:
+                b.backward()
+            a.backward()
+        found = [m.grad for m in amp.apex.amp.master_params(optimizer)]
+        assert first_of(found) == [5, 8]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# At random.
+
+
+class Twins:
+    """Weights of two optimizers, one of them shared, and float32 ones without a loss scale."""
+
+    def __init__(self, device: str, draw: random.Random) -> None:
+        dtypes = [draw.choice(DTYPES) for _ in range(3)]
+        self.weights = [weights_on(device, dtype, 1)[0] for dtype in dtypes]
+        self.plain = weights_on(device, torch.float32, 3)
+        self.owned = [0, 1], [1, 2]
+        kinds = [draw.choice([*SGD]) for _ in self.owned]
+        pairs = zip(kinds, self.owned, strict=True)
+        self.optimizers = [SGD[kind]([self.weights[i] for i in own]) for kind, own in pairs]
+
+    def losses(self, places: list[int], factors: list[float]) -> Iterator[Tensor]:
+        """The loss of the weights, and of the plain ones."""
+        for each in (self.weights, self.plain):
+            yield times([each[i] for i in places], factors)
+
+
+def run_block(handle: Any, twins: Twins, draw: random.Random, depth: int) -> None:
+    """A block with losses and blocks inside of it, which may fail; a failure takes it back."""
+    numbers = draw.choice([[0], [1], [0, 1]])
+    places = sorted({i for n in numbers for i in twins.owned[n]})
+    places = draw.sample(places, draw.randint(1, len(places)))
+    scaled_loss, plain_loss = twins.losses(places, [draw.randint(1, 3) for _ in places])
+    handle.loss_scaler.scale = 2.0 ** draw.randint(0, 6)
+    owned = {i for n in numbers for i in twins.owned[n]}
+    before = {i: twins.plain[i].grad for i in owned}
+    before = {i: grad if grad is None else grad.clone() for i, grad in before.items()}
+    try:
+        with handle.scale_loss(scaled_loss, [twins.optimizers[n] for n in numbers]) as scaled:
+            for _ in range(draw.randint(1, 3)):
+                if depth < 3 and draw.random() < 0.5:
+                    run_block(handle, twins, draw, depth + 1)
+                else:
+                    scaled.backward(retain_graph=True)
+                    plain_loss.backward(retain_graph=True)
+            if draw.random() < 0.1:
+                raise StopError
+    except StopError:
+        for i, grad in before.items():
+            twins.plain[i].grad = grad
+
+
+def test_any_nest_of_blocks_gives_the_gradients_of_plain_training(
+    start: Start, device: str
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(1, 2.0**8))
+    for seed in range(examples(60)):
+        draw = random.Random(f"nest {seed}")
+        twins = Twins(device, draw)
+        for _ in range(3):
+            run_block(handle, twins, draw, 1)
+            found, wanted = gradients(twins.weights), gradients(twins.plain)
+            assert [x or 0 for x in found] == [x or 0 for x in wanted], seed
