@@ -106,6 +106,16 @@ def _twice(model: Mixed, optimizer: Any, x: Tensor) -> None:
     optimizer.step()
 
 
+def _written_twice(model: Mixed, optimizer: Any, x: Tensor) -> None:
+    """A second step on gradients that were clipped before the first one."""
+    optimizer.backward(model(x))
+    for param in optimizer.param_groups[0]["params"]:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.step()
+
+
 def _late(model: Mixed, optimizer: Any, x: Tensor) -> None:
     optimizer.backward(model(x), update_master_grads=False)
     optimizer.backward(model(x), update_master_grads=False)
@@ -183,7 +193,7 @@ def test_a_plain_backward_after_a_skipped_step_is_an_error(device: str) -> None:
 
 
 LEGAL: list[Callable[..., None]] = [_twice, _late, _zeros, _clipped_in_the_model, _closure]
-LEGAL += [_accumulated]
+LEGAL += [_accumulated, _written_twice]
 
 
 @pytest.mark.parametrize(

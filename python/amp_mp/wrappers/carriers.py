@@ -189,8 +189,9 @@ class Carrier:
         return self.optimizer.step(*closure)
 
     def after_step(self) -> None:
-        """The next step needs gradients of its own."""
+        """The next step needs gradients of its own, which those are not that this one has read."""
         self.collected = False
+        _C.note_gradients(_C.gradient_scales(self.params()))
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clips the true gradients by their norm over all parameters and returns the norm."""
@@ -317,7 +318,7 @@ class InMasters(Carrier):
 
     def after_step(self) -> None:
         """Rounds the masters into the model."""
-        super().after_step()
+        self.collected = False
         self.masters.to_model()
 
     def zero_grad(self, drop: bool) -> None:
