@@ -4,6 +4,7 @@
 #include "cpu/passes.h"
 #include "torch/bind.h"
 #include "torch/device.h"
+#include "torch/ops.h"
 #include "torch/python/unpack.h"
 
 namespace amp_mp {
@@ -21,15 +22,10 @@ Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
           const_cast<void*>(master->rest.const_data_ptr())};
 }
 
-// Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
-// number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
-// master); the list of rests is undefined for the others. `from` may have another dtype, layout and
-// device than `to`. decay 0 copies.
-void average_(const py::sequence& to_list, const py::sequence& to_rest_list,
-              const py::sequence& from_list, const py::sequence& from_rest_list, double decay) {
-  const Tensors to = unpack(to_list, "to"), to_rests = unpack(to_rest_list, "to_rests"),
-                from = unpack(from_list, "from"), from_rests = unpack(from_rest_list, "from_rests");
-  const py::gil_scoped_release release;
+}  // namespace
+
+void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
+              const Tensors& from_rests, double decay) {
   const size_t count = to.size();
   for (const Tensors* list : {&to_rests, &from, &from_rests})
     TORCH_CHECK_VALUE(list->size() == count, "amp_mp: `to` has ", count,
@@ -79,11 +75,18 @@ void average_(const py::sequence& to_list, const py::sequence& to_rest_list,
   for (const auto& [tensor, label] : written) bump_version(tensor);
 }
 
-}  // namespace
-
 void bind_average(py::module_& m) {
-  m.def("average_", &average_, py::arg("to"), py::arg("to_rests"), py::arg("from_"),
-        py::arg("from_rests"), py::arg("decay"));
+  m.def(
+      "average_",
+      [](const py::sequence& to, const py::sequence& to_rests, const py::sequence& from,
+         const py::sequence& from_rests, double decay) {
+        const Tensors own = unpack(to, "to"), own_rests = unpack(to_rests, "to_rests"),
+                      given = unpack(from, "from"), given_rests = unpack(from_rests, "from_rests");
+        const py::gil_scoped_release release;
+        average_(own, own_rests, given, given_rests, decay);
+      },
+      py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
+      py::arg("decay"));
 }
 
 }  // namespace amp_mp

@@ -22,6 +22,7 @@ void bind_weight_changes(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edit_block(py::module_& m);
 void bind_gradients(py::module_& m);
+void bind_wrapped_masters(py::module_& m);
 namespace muon {
 void bind(py::module_& m);
 }

@@ -50,6 +50,7 @@ PYBIND11_MODULE(_C, m) {
   bind_state(m);
   bind_edit_block(m);
   bind_gradients(m);
+  bind_wrapped_masters(m);
   bind_qk_clip(m);
   bind_larc(m);
   apex::bind_amp_c(m);

@@ -26,4 +26,11 @@ at::Tensor combine(const at::Tensor& rows);
 void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tensor>& verdict,
            double multiplier, bool saturate);
 
+// Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
+// number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
+// master); the list of rests is undefined for the others. `from` may have another dtype, layout and
+// device than `to`. decay 0 copies.
+void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
+              const Tensors& from_rests, double decay);
+
 }  // namespace amp_mp

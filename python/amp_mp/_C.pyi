@@ -420,6 +420,30 @@ def forget_gradients(params: Iterable[Tensor]) -> None:
 def first_master(param: Tensor) -> Tensor:
     """A float32 tensor for a master in param_groups: the one that is there, or a new one."""
 
+def first_masters(params: Sequence[Tensor]) -> list[Tensor]:
+    """As first_master, for each parameter and placed as it."""
+
+def adopt_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Says that these, in param_groups, are the parameters' masters from now on."""
+
+def follow_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Remakes masters that do not round to their parameters, unless written themselves.
+
+    Before, masters take over what other optimizers have made of the parameters.
+    """
+
+def round_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Rounds the masters into the parameters; float16 saturates at +-65504."""
+
+def round_written_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """The same, for the masters alone that were written since they were rounded last.
+
+    Before, masters take over what other optimizers have made of the parameters.
+    """
+
+def stamp_masters(params: Sequence[Tensor]) -> None:
+    """Says that the parameters are what their masters round to."""
+
 def rests_of(params: Sequence[Tensor], goes_on: bool) -> list[Tensor | None]:
     """Remainders or float32 values beside the weights, to be read only."""
 

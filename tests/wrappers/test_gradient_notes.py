@@ -1,7 +1,8 @@
-"""What loss scaling notes of gradients neither keeps them alive nor binds their parameters."""
+"""What loss scaling notes of gradients and masters keeps no tensor alive and binds no weight."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,3 +59,19 @@ def test_a_parameter_may_be_swapped_after_a_loss(device: str, loop: str) -> None
     other = nn.Parameter(torch.full((4, 4), 3.0, device=device))
     torch.utils.swap_tensors(model.weight, other)
     assert (model.weight == 3).all()
+
+
+@pytest.mark.parametrize("package", [torch.optim, amp.optim])
+def test_a_weight_is_freed_with_its_model_and_optimizer(device: str, package: Any) -> None:
+    def train() -> weakref.ref[Tensor]:
+        model = nn.Linear(4, 4).to(device, torch.float16)
+        inner = package.SGD(model.parameters(), lr=0.125)
+        for _ in range(2):
+            optimizer = amp.FP16_Optimizer(inner, verbose=False)
+            optimizer.backward(model.weight.float().sum())
+            optimizer.step()
+        return weakref.ref(model.weight)
+
+    weight = train()
+    gc.collect()
+    assert weight() is None

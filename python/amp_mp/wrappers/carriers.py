@@ -309,12 +309,13 @@ class InMasters(Carrier):
         """As Carrier's; and parameters whose masters have no gradient."""
         if not self.collected:
             return super().foreign()
-        without = [param for param, master in self.masters.pairs() if master.grad is None]
+        low, masters = self.masters.lists()
+        without = [p for p, master in zip(low, masters, strict=True) if master.grad is None]
         return ledger.changed(without) if without else []
 
     def before_step(self) -> None:
         """The masters follow what was written into the model."""
-        self.masters.follow(self.masters.pairs())
+        self.masters.follow()
 
     def after_step(self) -> None:
         """Rounds the masters into the model."""

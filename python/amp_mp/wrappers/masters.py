@@ -1,10 +1,9 @@
 """Float32 masters in an optimizer's param_groups, or those that an optimizer of amp_mp keeps."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,22 @@ from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
 from amp_mp.param_groups import ParamInfo, param_infos, params_in
-from amp_mp.sharding import gradients
-from amp_mp.sharding.shards import like, local_of, locals_of, why_foreign
+from amp_mp.sharding.shards import why_foreign
 
-# By optimizer, the parameter of each master in its param_groups, which wrappers made one after the
-# other have in common.
-_params: MutableMapping[Optimizer, dict[Tensor, Tensor]] = WeakKeyDictionary()
+
+def low_params(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """The parameter of each master in param_groups, which all wrappers of the optimizer share.
+
+    Not an attribute of the master: a weight's record has the master, and would keep the weight.
+    """
+    found: dict[Tensor, Tensor] = vars(optimizer).setdefault("_amp_mp_low_params", {})
+    return found
+
+
+def model_params(optimizer: Optimizer) -> list[Tensor]:
+    """The model's parameters that an optimizer updates, in place of their masters."""
+    low = low_params(optimizer)
+    return [low.get(param, param) for param in params_in(optimizer.param_groups)]
 
 
 class Masters:
@@ -39,7 +48,7 @@ class Masters:
         self.enabled = enabled
         self.stale = False
         self.blocks = MasterBlocks()
-        self.low = _params.setdefault(optimizer, {})
+        self.low = low_params(optimizer)
         self.refresh()
 
     def refresh(self, first: int = 0) -> None:
@@ -50,10 +59,21 @@ class Masters:
         self.refuse_dtypes(first)
         for group in self.optimizer.param_groups[first:] if self.enabled else ():
             drop_repeats(group)  # one parameter has one master
+        low = [
+            param
+            for param in chain(*self.groups(first) if self.enabled else ())
+            if param.requires_grad and param.dtype in LOW_PRECISION
+        ]
+        if not low:
+            return
+        values = zip(low, _C.first_masters(low), strict=True)
+        masters = {param: nn.Parameter(own) for param, own in values}
         for params in self.groups(first):
             for i, param in enumerate(params):
-                if self.enabled and param.requires_grad and param.dtype in LOW_PRECISION:
-                    params[i] = self._adopt(param)
+                if param in masters:
+                    self._give_state(param, masters[param])
+                    params[i] = masters[param]
+        _C.adopt_masters([*masters], [*masters.values()])
 
     def refuse_dtypes(self, first: int = 0) -> None:
         """Raises TypeError for a trainable parameter not in float16, bfloat16 or float32."""
@@ -64,19 +84,16 @@ class Masters:
                     "FP16_Optimizer takes float16, bfloat16 and float32"
                 )
 
-    def _adopt(self, param: Tensor) -> Tensor:
+    def _give_state(self, param: Tensor, master: Tensor) -> None:
+        """Gives the parameter's state to its master, which knows the parameter from now on."""
+        self.low[master] = param
         state = self.optimizer.state.pop(param, None)
-        fused = isinstance(self.optimizer, FusedOptimizer)
-        master = nn.Parameter(like(_C.first_master(param), param))
         if state is not None:
             kept = {k: v for k, v in state.items() if k not in MASTER_ENTRIES}
-            if not fused:  # amp_mp's says in which format each is stored
+            if not isinstance(self.optimizer, FusedOptimizer):  # it says in which format each is
                 low = {k: v for k, v in kept.items() if getattr(v, "dtype", None) in LOW_PRECISION}
                 kept |= {k: v.float() for k, v in low.items()}
             self.optimizer.state[master] = kept
-        _C.make_low_bits(param).show(master, param)
-        self.low[master] = param
-        return master
 
     def label_of(self, param: Tensor) -> str:
         """The name for messages of a parameter of the model."""
@@ -94,13 +111,22 @@ class Masters:
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Every low-precision parameter that has a master, with this master."""
-        low, groups = self.low, self.optimizer.param_groups
-        return [[(low[p], p) for p in group["params"] if p in low] for group in groups]
+        low = self.low
+        return [[(low[p], p) for p in params if p in low] for params in self.groups()]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """`grouped_pairs` in a single list."""
-        low, params = self.low, params_in(self.optimizer.param_groups)
-        return [(low[param], param) for param in params if param in low]
+        return [*zip(*self.lists(), strict=True)]
+
+    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters that have a master, and the masters, in the same order."""
+        low, masters = [], []
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param in self.low:
+                    low.append(self.low[param])
+                    masters.append(param)
+        return low, masters
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -110,7 +136,8 @@ class Masters:
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """Their masters, in which is what was written into the parameters."""
-        self.follow([] if self.stale else self.pairs())
+        if not self.stale:
+            self.follow()
         return [[master for _, master in pairs] for pairs in self.grouped_pairs()]
 
     @property
@@ -118,8 +145,8 @@ class Masters:
         """The model's trainable float32 parameters, which need no masters."""
         low, kind = self.low, torch.float32
         return [
-            [p for p in group["params"] if p not in low and p.requires_grad and p.dtype == kind]
-            for group in self.optimizer.param_groups
+            [p for p in params if p not in low and p.requires_grad and p.dtype == kind]
+            for params in self.groups()
         ]
 
     def model_param(self, param: Tensor) -> Tensor:
@@ -128,57 +155,32 @@ class Masters:
 
     # Around a step.
 
-    @torch.no_grad()
-    def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def follow(self) -> None:
         """Remakes masters that do not round to their parameters, unless written themselves."""
-        low = [param for param, _ in pairs]
-        refuse_swapped(low, "an optimizer's step or a look at its masters")
-        self._catch_up(pairs)
-        kept = [(p, m) for p, m in pairs if _C.make_low_bits(p).is_rounded]
-        params, masters = map(locals_of, zip(*kept, strict=True)) if kept else ([], [])
-        for indices in gradients.by_device(masters).values():
-            own, low = [masters[i] for i in indices], [params[i] for i in indices]
-            _C.average_(own, [None] * len(own), low, own, 0.0)
-        self._stamp(kept)
+        params, masters = self.lists()
+        refuse_swapped(params, "an optimizer's step or a look at its masters")
+        _C.follow_masters(params, masters)
 
-    def _catch_up(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Copies what another optimizer has left of parameters that it has stepped since."""
-        for param, master in pairs:
-            bits = _C.make_low_bits(param)
-            if bits.shows(master):
-                continue
-            if bits.tensors:  # none after drop_low_bits
-                local_of(master).copy_(_C.first_master(param))
-            bits.show(master, param)
-
-    def _stamp(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Notes that the parameters are what these masters round to."""
-        for param, _ in pairs:
-            _C.make_low_bits(param).stamp(param)
-
-    @torch.no_grad()
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
-        pairs = self.pairs()
-        with noting([param for param, _ in pairs]):
-            gradients.copy_all_(pairs, saturate=True)
-        self._stamp(pairs)
+        params, masters = self.lists()
+        with noting(params):
+            _C.round_masters(params, masters)
         self.stale = False
 
     @contextmanager
     def edit(self, params: Any) -> Iterator[Any]:
         """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
         pairs, own = self.pairs(), self.optimizer.param_groups
+        low = self.lists()
         model = [[*map(self.model_param, group["params"])] for group in own]
         format = "float32" if self.enabled else "none"
         groups = [{**g, "master": format, "params": p} for g, p in zip(own, model, strict=True)]
-        self._catch_up(pairs)
-        written = [(p, m) for p, m in pairs if not _C.make_low_bits(p).is_rounded]
-        gradients.copy_all_(written, saturate=True)
+        _C.round_written_masters(*low)
         states = {param: {"master": master} for param, master in pairs}
         with self.blocks.edit(params, [NO_STATES] * len(groups), groups, states) as masters:
             yield masters
-        self._stamp(pairs)
+        _C.stamp_masters(low[0])
 
     # Snapshots.
 
@@ -246,7 +248,7 @@ class FusedMasters(Masters):
         """See grouped_pairs."""
         return list(chain(*self.grouped_pairs()))
 
-    def follow(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def follow(self) -> None:
         """Does nothing: these masters are copies."""
 
     def to_model(self) -> None:

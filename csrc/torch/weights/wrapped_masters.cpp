@@ -1,0 +1,114 @@
+#include "torch/weights/wrapped_masters.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "torch/bind.h"
+#include "torch/ops.h"
+#include "torch/python/objects.h"
+#include "torch/state/low_bits.h"
+
+namespace amp_mp {
+namespace {
+
+struct WrappedPairs {
+  Objects params, masters;
+};
+
+// Those whose master was not written since it was rounded; or those whose master was.
+WrappedPairs rounded_pairs(const Objects& params, const Objects& masters, bool rounded) {
+  WrappedPairs found;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (make_low_bits(params[i])->is_rounded() != rounded) continue;
+    found.params.push_back(params[i]);
+    found.masters.push_back(masters.at(i));
+  }
+  return found;
+}
+
+// Calls `pass` with this process's parts of the parameters and of the masters, device by device.
+template <class Pass>
+void pass_over_pairs(const Objects& params, const Objects& masters, const Pass& pass) {
+  std::vector<std::pair<Tensors, Tensors>> devices;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor master = local_of(masters.at(i));
+    const auto on_same = [&](const auto& each) {
+      return each.second.front().device() == master.device();
+    };
+    auto found = std::find_if(devices.begin(), devices.end(), on_same);
+    if (found == devices.end()) found = devices.emplace(found);
+    found->first.push_back(local_of(params[i]));
+    found->second.push_back(master);
+  }
+  const py::gil_scoped_release release;
+  for (const auto& [low, own] : devices) pass(low, own);
+}
+
+void round_pairs(const Objects& params, const Objects& masters) {
+  pass_over_pairs(params, masters, [](const Tensors& low, const Tensors& own) {
+    copy_(low, own, std::nullopt, 1.0, /*saturate=*/true);
+  });
+}
+
+// Copies what other optimizers have left of parameters that they have stepped since.
+void take_over_others(const Objects& params, const Objects& masters) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const Bits bits = make_low_bits(params[i]);
+    const at::Tensor master = local_of(masters.at(i));
+    if (bits->shows(master)) continue;
+    if (bits->second().defined()) master.copy_(first_master(params[i]));  // none after a drop
+    bits->show(master, params[i], /*apart=*/true);
+  }
+}
+
+}  // namespace
+
+Objects first_masters(const Objects& params) {
+  Objects found;
+  for (const py::object& param : params) found.push_back(like(first_master(param), param));
+  return found;
+}
+
+void adopt_masters(const Objects& params, const Objects& masters) {
+  for (size_t i = 0; i < params.size(); ++i)
+    make_low_bits(params[i])->show(local_of(masters.at(i)), params[i], /*apart=*/true);
+}
+
+void follow_masters(const Objects& params, const Objects& masters) {
+  take_over_others(params, masters);
+  const WrappedPairs rounded = rounded_pairs(params, masters, true);
+  pass_over_pairs(rounded.params, rounded.masters, [](const Tensors& low, const Tensors& own) {
+    average_(own, Tensors(own.size()), low, own, /*decay=*/0);
+  });
+  stamp_masters(rounded.params);
+}
+
+void round_masters(const Objects& params, const Objects& masters) {
+  round_pairs(params, masters);
+  stamp_masters(params);
+}
+
+void round_written_masters(const Objects& params, const Objects& masters) {
+  take_over_others(params, masters);
+  const WrappedPairs written = rounded_pairs(params, masters, false);
+  round_pairs(written.params, written.masters);
+}
+
+void stamp_masters(const Objects& params) {
+  for (const py::object& param : params)
+    make_low_bits(param)->stamp(tensor_of(param), local_of(param));
+}
+
+void bind_wrapped_masters(py::module_& m) {
+  m.def("first_masters", &first_masters, py::arg("params"));
+  for (const auto& [name, function] : {std::pair("adopt_masters", &adopt_masters),
+                                       {"follow_masters", &follow_masters},
+                                       {"round_masters", &round_masters},
+                                       {"round_written_masters", &round_written_masters}})
+    m.def(name, function, py::arg("params"), py::arg("masters"));
+  m.def("stamp_masters", &stamp_masters, py::arg("params"));
+}
+
+}  // namespace amp_mp
