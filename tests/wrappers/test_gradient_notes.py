@@ -50,7 +50,7 @@ def test_a_cleared_gradient_is_freed(device: str, loop: str) -> None:
     assert freed() is None
 
 
-@pytest.mark.parametrize("loop", ["FP16_Optimizer"])
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_parameter_may_be_swapped_after_a_loss(device: str, loop: str) -> None:
     """torch refuses to swap a tensor that anything refers to weakly."""
     model = nn.Linear(4, 4).to(device)

@@ -161,9 +161,40 @@ def test_losses_with_scales_of_their_own(
                 with optimizer.scale_loss(third) as c:
                     c.backward()
             a.backward()
+        losses = (a, first), (b, second), (c, third)
+        assert [(x / loss).item() for x, loss in losses] == [2.0**9, 2.0, 2.0**5]
         assert gradients(weights) == [9, 12]
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_nested_losses_before_a_step_count_once(start: Start, device: str, make: Make) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=4.0, step_window=2))
+    (weight,) = weights_on(device, torch.float32, 1)
+    optimizer = make([weight])
+    for wanted in (4, 8, 8, 16):
+        scaled_backward(handle, times([weight], [1]), optimizer)
+        with handle.scale_loss(times([weight], [1]), optimizer) as scaled:
+            scaled_backward(handle, times([weight], [1]), optimizer)
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert handle.loss_scaler.scale == wanted
+
+
+def test_an_overflow_before_nested_losses_skips_the_step(
+    start: Start, device: str, make: Make
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=4.0))
+    (weight,) = weights_on(device, torch.float32, 1)
+    optimizer = make([weight])
+    scaled_backward(handle, times([weight], [float("inf")]), optimizer)
+    with handle.scale_loss(times([weight], [1]), optimizer) as scaled:
+        scaled_backward(handle, times([weight], [1]), optimizer)
+        scaled.backward()
+    optimizer.step()
+    assert weight[0].item() == 1
+    assert handle.loss_scaler.scale == 2
 
 
 @pytest.mark.parametrize("losses", ["one handle", "two losses"])

@@ -2,18 +2,18 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_mp import _C
 from amp_mp.casting.step_hooks import steps_taken
@@ -36,6 +36,7 @@ from amp_mp.wrappers.carriers import (
     scaled_backward,
 )
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
+from amp_mp.wrappers.masters import model_params
 from amp_mp.wrappers.wrapper import LOSS_SCALE
 
 logger = logging.getLogger("amp_mp")
@@ -51,7 +52,8 @@ class Iteration:
     losses: int = 0
     overflow: bool = False
     max_abs: float = 0.0  # the largest true |g|
-    params: MutableMapping[Tensor, None] = field(default_factory=WeakTensorKeyDictionary)
+    # The losses', in their order, which is the same on every process.
+    optimizers: WeakKeyDictionary[Optimizer, None] = field(default_factory=WeakKeyDictionary)
     skipped: list[Optimizer] = field(default_factory=list)  # whose next step does nothing
 
     def has_stepped(self) -> bool:
@@ -60,7 +62,8 @@ class Iteration:
 
     def is_gone(self) -> bool:
         """Whether no gradient is left without a step: dropped, or applied by hand."""
-        return self.losses > 0 and are_gone(self.params)
+        params = dict.fromkeys(chain(*map(model_params, self.optimizers)))
+        return self.losses > 0 and are_gone(params)
 
 
 class SkippedSteps:
@@ -144,7 +147,7 @@ class ScaledLosses:
                 if not delays:
                     collect(carriers, scale)
             if iteration is not None:
-                iteration.params.update(dict.fromkeys(params_in(groups)))
+                iteration.optimizers.update({each.optimizer: None for each in carriers})
                 self._end(iteration, optimizers, scale, *found)
 
     def _end(
@@ -155,9 +158,19 @@ class ScaledLosses:
         overflow: bool,
         max_abs: float,
     ) -> None:
-        """Moves the scale after a loss; an overflow skips the optimizers' next step."""
+        """Moves the scale, once per iteration; an overflow skips the optimizers' next step.
+
+        A later loss goes back to the scale at the iteration's start and counts all together.
+        """
         is_first = overflow and not iteration.overflow
-        self._update(iteration, overflow, max_abs, optimizers)
+        iteration.overflow |= overflow
+        iteration.max_abs = max(iteration.max_abs, max_abs)
+        if iteration.losses > 0:
+            self.loss_scaler.load_state_dict(iteration.policy_before)
+            self._watch = copy.copy(iteration.watch_before)
+        iteration.losses += 1
+        describe = partial(describe_nonfinite, [each.param_groups for each in optimizers])
+        self._watch.update(self.loss_scaler, iteration.overflow, iteration.max_abs, describe)
         if is_first:
             self.report_overflow(scale)
         for each in optimizers if overflow else ():
@@ -172,11 +185,12 @@ class ScaledLosses:
     def _begin(self) -> Iteration:
         """The iteration to which a loss belongs: a new one where the last one is over."""
         last = self._iteration
-        if last is None or last.has_stepped() or last.is_gone():
+        if last is not None and not last.has_stepped():
+            if not last.is_gone():
+                return last
             self.give_up()
-            last = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
-            self._iteration = last
-        return last
+        self._iteration = Iteration(self.loss_scaler.state_dict(), copy.copy(self._watch))
+        return self._iteration
 
     def give_up(self) -> None:
         """Ends an iteration whose gradients were cleared: what it would have skipped is gone."""
@@ -184,22 +198,6 @@ class ScaledLosses:
             for each in self._iteration.skipped:
                 self._skips.remove(each)
         self._iteration = None
-
-    def _update(
-        self, iteration: Iteration, overflow: bool, max_abs: float, optimizers: list[Optimizer]
-    ) -> None:
-        """Moves the scale once per iteration, at the first loss.
-
-        A later loss goes back to the scale at the iteration's start and counts all together.
-        """
-        iteration.overflow |= overflow
-        iteration.max_abs = max(iteration.max_abs, max_abs)
-        if iteration.losses > 0:
-            self.loss_scaler.load_state_dict(iteration.policy_before)
-            self._watch = copy.copy(iteration.watch_before)
-        iteration.losses += 1
-        describe = partial(describe_nonfinite, [each.param_groups for each in optimizers])
-        self._watch.update(self.loss_scaler, iteration.overflow, iteration.max_abs, describe)
 
 
 def all_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
