@@ -58,9 +58,12 @@ def joined(a: Tensor, b: Tensor) -> Tensor:
 def overflow_in(totals: Mapping[torch.device, Tensor], scale: float) -> tuple[bool, float]:
     """Whether totals count an inf or NaN, and their largest |x| / scale; waits for the device."""
     refuse_capture(totals)
-    found = [Statistics(*total.tolist()) for total in totals.values()]
-    bad, largest = [row.non_finite for row in found], [row.max_abs for row in found]
-    return sum(bad) > 0, max(largest, default=0.0) / scale
+    overflow, largest = False, 0.0
+    for total in totals.values():
+        found = Statistics(*total.tolist())
+        overflow |= found.non_finite > 0
+        largest = max(largest, found.max_abs)
+    return overflow, largest / scale
 
 
 def refuse_capture(devices: Iterable[torch.device]) -> None:
@@ -152,8 +155,8 @@ def unscale_gradients(
     pairs: parameters with their masters, whose gradients these become; or None. A parameter may be
     its own master: then a float32 gradient replaces its own.
     """
-    own = gradients_of(params) if multiplier != 1.0 else []
-    sources = gradients_of([param for param, _ in pairs])
+    own = params if multiplier != 1.0 else []
+    sources = targets = gradients_of(own + [param for param, _ in pairs])
     for param, master in pairs:
         grad = param.grad
         if grad is None:
@@ -167,9 +170,10 @@ def unscale_gradients(
         elif master is param or master.grad is None or master.grad.is_sparse:
             master.grad_dtype = None
             master.grad = torch.empty_like(grad, dtype=torch.float32)
-    targets = gradients_of([master for _, master in pairs])
-    _copy_local_(own + targets, own + sources, multiplier)
-    if sources:
+    if pairs:
+        targets = gradients_of(own + [master for _, master in pairs])
+    _copy_local_(targets, sources, multiplier)
+    if pairs:
         _C.used_on_current_stream(sources)  # their memory may be freed now
 
 

@@ -385,7 +385,8 @@ def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
     """As `measure`, for param_groups; over all processes with DTensors or process_groups."""
     params = params_in(groups)
     grads = gradient_of_each(params)
-    if any_dtensor(params) or any(named_groups(groups)):
+    named = [group for group in groups if group.get("process_groups")]
+    if named or any_dtensor(params):
         return WholeStatistics(groups).totals_by_device(grads)
     return measure(grads)
 

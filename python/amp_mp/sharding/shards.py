@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_mp.torch_private import dtensor_of, gathered_parameters, local_shape_and_offset
 
@@ -41,8 +41,10 @@ def local_of(tensor: Any) -> Tensor:
 def any_dtensor(tensors: Iterable[Any]) -> bool:
     """Whether one of the tensors is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
-    kinds = set(map(type, tensors))
-    return module is not None and any(issubclass(kind, module.DTensor) for kind in kinds)
+    kinds = set(map(type, tensors)) - {Tensor, nn.Parameter}
+    if module is None or not kinds:
+        return False
+    return any(issubclass(kind, module.DTensor) for kind in kinds)
 
 
 def locals_of(tensors: Iterable[Any]) -> list[Tensor]:

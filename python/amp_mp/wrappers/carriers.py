@@ -122,12 +122,13 @@ class Carrier:
                 target.grad = true
                 del self.earlier[target]
 
-    def take(self, scale: float, settled: set[Tensor]) -> Pairs:
+    def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
         """Divides the gradients by the scale; returns the pairs of which this is the first loss.
 
-        settled: parameters whose gradients are divided; this adds those divided in place.
+        pairs: this carrier's. settled: parameters whose gradients are divided; this adds those
+        divided in place.
         """
-        new = [(param, target) for param, target in self.pairs() if param not in settled]
+        new = [pair for pair in pairs if pair[0] not in settled]
         own = [param for param, target in new if target is param]
         settled.update(own)
         divided = dict.fromkeys(self._divided(own, scale))
@@ -224,16 +225,20 @@ class InFloat32(Carrier):
         self._measured = 0  # how many gradients _inputs.measured is of
 
     def _divided(self, params: list[Tensor], scale: float) -> list[Tensor]:
-        wide = {t for t, each in self.earlier.items() if each.true.dtype == torch.float32}
-        # A gradient with a graph of its own (create_graph=True) has to stay the tensor it is.
-        given = [p for p in params if p.grad is not None and not p.grad.requires_grad]
-        low = {p for p in given if p.grad is not None and p.grad.dtype in LOW_PRECISION}
-        return [p for p in params if p not in low or (scale == 1.0 and p not in wide)]
+        found = []
+        for param in params:
+            earlier, grad = self.earlier.get(param), param.grad
+            is_wide = earlier is not None and earlier.true.dtype == torch.float32
+            # A gradient with a graph of its own (create_graph=True) has to stay the tensor it is.
+            is_low = grad is not None and grad.dtype in LOW_PRECISION and not grad.requires_grad
+            if not is_low or (scale == 1.0 and not is_wide):
+                found.append(param)
+        return found
 
-    def take(self, scale: float, settled: set[Tensor]) -> Pairs:
+    def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
         """As Carrier's; other gradients need another `clip`."""
         self._forget_clipping()
-        return super().take(scale, settled)
+        return super().take(pairs, scale, settled)
 
     def zero_grad(self, drop: bool) -> None:
         """As Carrier's."""
@@ -298,12 +303,12 @@ class InMasters(Carrier):
             if param not in there:
                 master.grad = None
 
-    def take(self, scale: float, settled: set[Tensor]) -> Pairs:
+    def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
         """As Carrier's."""
         if self._replaced.seen != ReplacedCheck.assignments:
             self._replaced.check_assigned(self.masters.model_infos())
         self._replaced.check_gradients(self.masters.model_infos())
-        return super().take(scale, settled)
+        return super().take(pairs, scale, settled)
 
     def foreign(self) -> list[Tensor]:
         """As Carrier's; and parameters whose masters have no gradient."""
@@ -353,8 +358,9 @@ class Block:
         own: pairs of each carrier.
         """
         scales = _C.gradient_scales([param for pairs in own for param, _ in pairs])
-        each = zip(self.carriers, own, strict=True)
-        found = [carrier.set_aside(pairs, scales, self.delays) for carrier, pairs in each]
+        found = []
+        for carrier, pairs in zip(self.carriers, own, strict=True):
+            found.append(carrier.set_aside(pairs, scales, self.delays))
         factors: dict[float, list[Tensor]] = {}
         for param, before in scales.items():
             if before is not None:
@@ -409,7 +415,8 @@ def scaled_backward(
     losses stay where they are, and follow where this loss has another scale. What a block around
     this one has of the same parameters is put away meanwhile.
     """
-    block, outer = Block(carriers, scale, delays), interrupt_blocks(carriers)
+    block = Block(carriers, scale, delays)
+    outer = interrupt_blocks(carriers) if Block.under_way else []
     try:
         for each in carriers:
             each.drop_cleared()
@@ -436,14 +443,12 @@ def scaled_backward(
 
 def interrupt_blocks(carriers: Iterable[Carrier]) -> list[Block]:
     """Puts away what losses under way have of these carriers' gradients; returns their blocks."""
-    interrupted = []
-    if Block.under_way:
-        left = set(_params(carriers))
-        # From the innermost on, which has the gradients of parameters that several share.
-        for block in reversed([*Block.under_way.values()]):
-            if common := block.interrupt(left):
-                left.difference_update(common)
-                interrupted.append(block)
+    interrupted, left = [], set(_params(carriers))
+    # From the innermost on, which has the gradients of parameters that several share.
+    for block in reversed([*Block.under_way.values()]):
+        if common := block.interrupt(left):
+            left.difference_update(common)
+            interrupted.append(block)
     return interrupted
 
 
@@ -464,13 +469,14 @@ def collect(carriers: Sequence[Carrier], scale: float, settled: Iterable[Tensor]
     which this is the first loss.
     """
     done, first = set(settled), []
+    own = [(each, each.pairs()) for each in carriers]
     # Masters copy gradients before others change them. What an optimizer of torch shares with one
     # of amp_mp is divided in its own dtype, which torch's needs.
     for kind in (InMasters, Carrier, InFloat32):
-        for each in carriers:
+        for each, pairs in own:
             if type(each) is kind:
-                first += each.take(scale, done)
-    _C.note_gradients(_params(carriers))
+                first += each.take(pairs, scale, done)
+    _C.note_gradients([param for _, pairs in own for param, _ in pairs])
     return first
 
 
@@ -489,9 +495,9 @@ def model_groups(carriers: Iterable[Carrier]) -> list[dict[str, Any]]:
     seen: set[Tensor] = set()
     found = []
     for carrier in carriers:
-        params = iter(carrier.params())
+        pairs = iter(carrier.pairs())
         for group in carrier.optimizer.param_groups:
-            own = [p for p in islice(params, len(group["params"])) if p not in seen]
+            own = [p for p, _ in islice(pairs, len(group["params"])) if p not in seen]
             seen.update(own)
             found.append({**group, "params": list(dict.fromkeys(own))})
     return found
