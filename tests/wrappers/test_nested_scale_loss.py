@@ -115,6 +115,29 @@ def test_gradients_from_before_are_added_once(
     assert gradients(weights) == [9 if place == "both" else 7, 5, 1]
 
 
+@pytest.mark.parametrize("sparse", ["outer", "inner", "both"])
+@pytest.mark.parametrize("place", PLACES)
+def test_sparse_gradients_of_an_embedding(sparse: str, place: str) -> None:
+    weight = nn.Parameter(torch.ones(3, 1))
+    optimizer = torch.optim.SGD([weight], lr=0.125)
+    rows = torch.tensor([0, 2])
+
+    def loss(name: str) -> Tensor:
+        return nn.functional.embedding(rows, weight, sparse=sparse in (name, "both")).sum()
+
+    with amp.init(device_type="cpu", dtype=torch.float16, loss_scale=2.0**4) as handle:
+        scaled_backward(handle, loss("inner"), optimizer)
+        with handle.scale_loss(loss("outer"), optimizer) as scaled:
+            if place != "after":
+                scaled.backward(retain_graph=True)
+            scaled_backward(handle, loss("inner"), optimizer)
+            if place != "before":
+                scaled.backward()
+    assert weight.grad is not None
+    wanted = 4.0 if place == "both" else 3.0
+    assert weight.grad.to_dense().flatten().tolist() == [wanted, 0, wanted]
+
+
 @pytest.mark.parametrize("outer", ["torch", "ours"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_optimizers_that_share_a_weight(

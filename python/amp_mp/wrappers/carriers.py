@@ -481,7 +481,8 @@ def collect(carriers: Sequence[Carrier], scale: float, settled: Iterable[Tensor]
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
-    """A new tensor; torch adds a sparse one to a dense one only."""
+    """A new tensor; torch adds a sparse one to a dense one only. Both may be freed then."""
+    _C.used_on_current_stream([local_of(a), local_of(b)])
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
