@@ -308,46 +308,92 @@ def test_apexs_blocks_with_masters(device: str, make: Make, delay: bool) -> None
 
 
 class Twins:
-    """Weights of two optimizers, one of them shared, and float32 ones without a loss scale."""
+    """Weights of two optimizers, and float32 ones without a loss scale."""
 
-    def __init__(self, device: str, draw: random.Random) -> None:
-        dtypes = [draw.choice(DTYPES) for _ in range(3)]
-        self.weights = [weights_on(device, dtype, 1)[0] for dtype in dtypes]
+    def __init__(self, device: str, draw: random.Random, owned: tuple[list[int], ...]) -> None:
+        self.draw, self.owned, self.delays = draw, owned, False
+        self.model = nn.ParameterList(weights_on(device, draw.choice(DTYPES), 1)[0] for _ in "123")
+        self.weights = [*self.model]
         self.plain = weights_on(device, torch.float32, 3)
-        self.owned = [0, 1], [1, 2]
-        kinds = [draw.choice([*SGD]) for _ in self.owned]
-        pairs = zip(kinds, self.owned, strict=True)
-        self.optimizers = [SGD[kind]([self.weights[i] for i in own]) for kind, own in pairs]
+        self.optimizers = [SGD[draw.choice([*SGD])]([self.weights[i] for i in x]) for x in owned]
 
-    def losses(self, places: list[int], factors: list[float]) -> Iterator[Tensor]:
+    def block(self, loss: Tensor, optimizers: list[Any], scale: float, depth: int) -> Any:
+        """The script's line for a loss."""
+        raise NotImplementedError
+
+    def losses(self, places: list[int], factors: list[int]) -> Iterator[Tensor]:
         """The loss of the weights, and of the plain ones."""
         for each in (self.weights, self.plain):
             yield times([each[i] for i in places], factors)
 
+    def gradients(self) -> list[float]:
+        """Those of the weights; 0 for none."""
+        return [x or 0 for x in gradients(self.weights)]
 
-def run_block(handle: Any, twins: Twins, draw: random.Random, depth: int) -> None:
-    """A block with losses and blocks inside of it, which may fail; a failure takes it back."""
-    numbers = draw.choice([[0], [1], [0, 1]])
-    places = sorted({i for n in numbers for i in twins.owned[n]})
-    places = draw.sample(places, draw.randint(1, len(places)))
-    scaled_loss, plain_loss = twins.losses(places, [draw.randint(1, 3) for _ in places])
-    handle.loss_scaler.scale = 2.0 ** draw.randint(0, 6)
-    owned = {i for n in numbers for i in twins.owned[n]}
-    before = {i: twins.plain[i].grad for i in owned}
-    before = {i: grad if grad is None else grad.clone() for i, grad in before.items()}
-    try:
-        with handle.scale_loss(scaled_loss, [twins.optimizers[n] for n in numbers]) as scaled:
-            for _ in range(draw.randint(1, 3)):
-                if depth < 3 and draw.random() < 0.5:
-                    run_block(handle, twins, draw, depth + 1)
-                else:
-                    scaled.backward(retain_graph=True)
-                    plain_loss.backward(retain_graph=True)
-            if draw.random() < 0.1:
-                raise StopError
-    except StopError:
-        for i, grad in before.items():
-            twins.plain[i].grad = grad
+    def wanted(self) -> list[float]:
+        """Those of the plain ones."""
+        return [x or 0 for x in gradients(self.plain)]
+
+    def run_block(self, depth: int = 1, outer: Sequence[int] = ()) -> None:
+        """A block with losses and blocks inside of it, which may fail; a failure takes it back.
+
+        outer: the optimizers of the block around it.
+        """
+        draw = self.draw
+        numbers = draw.choice([[0], [1], [0, 1]])
+        owned = sorted({i for n in numbers for i in self.owned[n]})
+        places = draw.sample(owned, draw.randint(1, len(owned)))
+        scaled_loss, plain_loss = self.losses(places, [draw.randint(1, 3) for _ in places])
+        before = {i: self.plain[i].grad for i in owned}
+        before = {i: grad if grad is None else grad.clone() for i, grad in before.items()}
+        optimizers = [self.optimizers[n] for n in numbers]
+        self.delays = {*numbers} <= {*outer} and draw.random() < 0.3  # the outer one collects it
+        try:
+            with self.block(scaled_loss, optimizers, 2.0 ** draw.randint(0, 5), depth) as scaled:
+                for _ in range(draw.randint(1, 3)):
+                    if depth < 3 and draw.random() < 0.5:
+                        self.run_block(depth + 1, numbers)
+                    else:
+                        scaled.backward(retain_graph=True)
+                        plain_loss.backward(retain_graph=True)
+                if draw.random() < 0.1:
+                    raise StopError
+        except StopError:
+            for i, grad in before.items():
+                self.plain[i].grad = grad
+
+
+class OfHandle(Twins):
+    """The optimizers share a weight."""
+
+    def __init__(self, device: str, draw: random.Random, handle: Any) -> None:
+        super().__init__(device, draw, ([0, 1], [1, 2]))
+        self.handle = handle
+
+    def block(self, loss: Tensor, optimizers: list[Any], scale: float, _: int) -> Any:
+        """See Twins."""
+        self.handle.loss_scaler.scale = scale
+        return self.handle.scale_loss(loss, optimizers)
+
+
+class OfApex(Twins):
+    """O2: low-precision weights have masters, and a loss may be delayed."""
+
+    def __init__(self, device: str, draw: random.Random) -> None:
+        super().__init__(device, draw, ([0, 1], [2]))
+        options = {"opt_level": "O2", "cast_model_type": False, "verbosity": 0, "num_losses": 3}
+        amp.apex.amp.initialize(self.model, self.optimizers, loss_scale="dynamic", **options)
+
+    def block(self, loss: Tensor, optimizers: list[Any], scale: float, depth: int) -> Any:
+        """See Twins."""
+        of_apex = amp.apex.amp
+        of_apex._amp_state.loss_scalers[depth - 1].loss_scaler.scale = scale
+        return of_apex.scale_loss(loss, optimizers, depth - 1, delay_unscale=self.delays)
+
+    def gradients(self) -> list[float]:
+        """Those of the masters."""
+        params = [p for each in self.optimizers for p in amp.apex.amp.master_params(each)]
+        return [x or 0 for x in gradients(params)]
 
 
 def test_any_nest_of_blocks_gives_the_gradients_of_plain_training(
@@ -355,9 +401,16 @@ def test_any_nest_of_blocks_gives_the_gradients_of_plain_training(
 ) -> None:
     handle = start(dtype=torch.float16, loss_scale=Backoff(1, 2.0**8))
     for seed in range(examples(60)):
-        draw = random.Random(f"nest {seed}")
-        twins = Twins(device, draw)
+        twins = OfHandle(device, random.Random(f"nest {seed}"), handle)
         for _ in range(3):
-            run_block(handle, twins, draw, 1)
-            found, wanted = gradients(twins.weights), gradients(twins.plain)
-            assert [x or 0 for x in found] == [x or 0 for x in wanted], seed
+            twins.run_block()
+            assert twins.gradients() == twins.wanted(), seed
+
+
+@pytest.mark.filterwarnings("ignore:amp_mp. no parameter of this optimizer has a gradient")
+def test_any_nest_of_apexs_blocks_does_too(device: str) -> None:
+    for seed in range(examples(60)):
+        twins = OfApex(device, random.Random(f"apex {seed}"))
+        for _ in range(3):
+            twins.run_block()
+            assert twins.gradients() == twins.wanted(), seed

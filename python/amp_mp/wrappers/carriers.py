@@ -106,7 +106,7 @@ class Carrier:
         return found
 
     def restore(self, found: list[Found]) -> None:
-        """Takes back a `set_aside` and what came after it."""
+        """Takes back a `set_aside` and what came after it, where a block has failed."""
         for param, grad, target, true, earlier in found:
             self.earlier.pop(target, None)
             if earlier is not None:
@@ -123,10 +123,10 @@ class Carrier:
                 del self.earlier[target]
 
     def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
-        """Divides the gradients by the scale; returns the pairs of which this is the first loss.
+        """Divides the gradients by the scale and adds what is set aside.
 
         pairs: this carrier's. settled: parameters whose gradients are divided; this adds those
-        divided in place.
+        divided in place. Returns the pairs of which this is the first loss.
         """
         new = [pair for pair in pairs if pair[0] not in settled]
         own = [param for param, target in new if target is param]
@@ -394,7 +394,10 @@ class Block:
         """Takes back the last `interrupt`, and adds what the block inside of this one has left."""
         grads, earlier = self._interrupted.pop()
         for carrier, known in zip(self.carriers, earlier, strict=True):
-            carrier.earlier |= known
+            for target, each in known.items():
+                left = carrier.earlier.get(target)  # by a delayed loss inside of the other block
+                own = each if left is None else each._replace(true=_sum(each.true, left.true))
+                carrier.earlier[target] = own
         self.begin(self._common(grads))
         for param, grad in grads.items():
             if grad is not None:
