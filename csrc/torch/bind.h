@@ -17,7 +17,7 @@ void bind_step(py::module_& m);     // statistics, loss scales, reports
 void bind_stepper(py::module_& m);  // the whole step
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
-void bind_low_bits(py::module_& m);
+void bind_weights(py::module_& m);
 void bind_weight_changes(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edit_block(py::module_& m);

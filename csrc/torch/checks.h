@@ -25,6 +25,7 @@ std::string describe(const at::Tensor& t);  // "shape [2, 3], dtype Half, device
 
 // Whether the dtype is float16 or bfloat16.
 inline bool is_low(at::ScalarType t) { return t == at::kHalf || t == at::kBFloat16; }
+inline bool is_low_precision(const at::Tensor& t) { return is_low(t.scalar_type()); }
 
 // Whether the tensor is a DTensor, FakeTensor or functorch wrapper, without memory of its own.
 bool is_subclass(const at::Tensor& t);

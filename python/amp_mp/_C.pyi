@@ -140,10 +140,8 @@ class WholeMatrices:
 def restored(
     entries: SavedEntries,
     groups: Groups,
-    states: States,
     state_dict: dict[str, Any],
     seed: int,
-    undo: list[tuple[Tensor, Tensor]],
 ) -> list[dict[str, Any] | None]:
     """A file's states, of each parameter, as the groups store theirs: torch/state/restore.cpp."""
 
@@ -201,36 +199,8 @@ def master_entries() -> dict[str, torch.dtype]:
 def coded_endings() -> list[str]:
     """How the names of entries of codes end: "_m8"."""
 
-def set_master(
-    format: str,
-    param: Tensor,
-    state: dict[str, Any],
-    values: Tensor | None = None,
-    group: dict[str, Any] = ...,
-) -> None:
-    """Gives a low-precision parameter a master of the format, holding `values` if given.
-
-    Without values an existing master is kept, or converted if it has another format; "none" drops
-    it. The parameter becomes the rounded values; a split rounds a value half way between two
-    weights away from zero. values: beside a DTensor a DTensor placed as it is, or the part on this
-    process. group: the parameter's, whose offload says where the state is.
-    """
-
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a CUDA tensor is offloaded to memory of the host; no DTensor."""
-
-def master_of(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    """A low-precision parameter's master, a new float32 tensor of its layout, or None.
-
-    Where the parameter was written since the last step, the master is what was written. Beside a
-    DTensor it is one, placed as the parameter is.
-    """
-
-def master_beside(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    """What makes a low-precision parameter a master: a float32 one, remainders or None.
-
-    Of a DTensor what is on this process, a plain tensor.
-    """
 
 def used_on_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keeps memory of other streams, once it is freed, until the current stream has come so far.
@@ -334,40 +304,69 @@ class Stamp:
     def still(self, tensor: Tensor) -> bool:
         """Whether the tensor was not written or moved since."""
 
-class LowBits:
-    """The bits that rounding cut off from a weight: csrc/torch/state/low_bits.h."""
+class Weight:
+    """The record of a weight, which owns its master: csrc/torch/weights/weight.h."""
 
     is_prepared: bool
     @property
     def is_lost(self) -> bool: ...
     @property
-    def is_taken(self) -> bool: ...
-    @property
-    def is_rounded(self) -> bool: ...
+    def is_stepped(self) -> bool: ...
     @property
     def tensors(self) -> list[Tensor]: ...
     @property
-    def entry(self) -> str: ...
-    def keep(self, param: Tensor, values: Tensor) -> None: ...
-    def values(self, param: Tensor, goes_on: bool = False) -> Tensor | None: ...
-    def is_still(self, param: Tensor) -> bool: ...
-    def show(self, master: Tensor, param: Tensor) -> None:
-        """A float32 master that stands in an optimizer's param_groups."""
-
-    def shows(self, master: Tensor) -> bool: ...
+    def entry(self) -> str | None: ...
+    def store(self, param: Tensor, values: Tensor, exactly: bool = True) -> None: ...
+    def is_unwritten(self, param: Tensor) -> bool: ...
     def stamp(self, param: Tensor) -> None: ...
     def drop(self) -> None: ...
     def state(self, param: Tensor) -> Any: ...
     def set_state(self, param: Tensor, state: Any) -> None: ...
 
-def low_bits_of(param: Tensor) -> LowBits | None:
-    """The parameter's bits; None where it has never had any."""
+def weight_of(param: Tensor) -> Weight | None:
+    """The parameter's record; None where it has none."""
 
-def make_low_bits(param: Tensor, owner: Any = None) -> LowBits:
+def weight_at(param: Tensor, owner: Any = None) -> Weight:
     """The same, made where it has none. owner: the module of a DTensor."""
 
+def float32_of(param: Tensor, stepping: bool = False) -> Tensor:
+    """The float32 values of a parameter, a new plain tensor; of a DTensor those on this process.
+
+    stepping: for an optimizer that has state for it; see csrc/torch/weights/weight.h.
+    """
+
+def float32_master(param: Tensor) -> Tensor:
+    """float32_of a low-precision weight as a master beside it, placed as it.
+
+    A value half way between two weights becomes the nearest number that rounds to this one.
+    """
+
+def masters_beside(params: Sequence[Tensor], stepping: Sequence[bool]) -> list[Tensor | None]:
+    """Remainders or float32 values beside the weights, to be read only."""
+
+def master_values(weight: Tensor, entries: dict[str, Any]) -> Tensor | None:
+    """The float32 values of a weight and the master in a file's state; None for none there."""
+
+def take_entries(params: list[Tensor], states: list[Any]) -> None:
+    """Makes what the states have under masters' names the weights' masters; None without state.
+
+    ValueError where one does not go with its weight.
+    """
+
+def put_entries(groups: Groups, states: States, takes: bool = True) -> None:
+    """Shows the weights' masters in an optimizer's states; takes: after take_entries."""
+
+def weight_states(params: Sequence[Tensor]) -> list[Any]:
+    """What a copy or a pickle keeps of the weights' records; None for a weight without master."""
+
+def set_weight_states(params: Sequence[Tensor], states: Sequence[Any]) -> None:
+    """Gives copied weights these masters, but for those that have one."""
+
+def release_weights(params: Sequence[Tensor]) -> None:
+    """Ends the weak references to the parameters, so that torch.utils.swap_tensors takes them."""
+
 class WeightChanges:
-    """Notes of which of a parameter's weights change: csrc/torch/state/weight_changes.h."""
+    """Notes of which of a parameter's weights change: csrc/torch/weights/weight_changes.h."""
 
     def __init__(self, param: Tensor, dtype: torch.dtype) -> None: ...
     @property
@@ -396,9 +395,6 @@ def compare(
 ) -> None:
     """Notes in each memory which weights are others; without `before` adds all to the sum."""
 
-def let_go(param: Tensor) -> None:
-    """Lets go of a plain parameter, which then may be swapped."""
-
 def note_gradients(params: Iterable[Tensor], scale: float | None = None) -> bool:
     """Notes the parameters' gradients as they are now; returns whether there are any.
 
@@ -417,11 +413,8 @@ def unwritten_gradients(params: Iterable[Tensor]) -> set[Tensor]:
 def forget_gradients(params: Iterable[Tensor]) -> None:
     """Strikes the notes of the parameters' gradients, which were cleared."""
 
-def first_master(param: Tensor) -> Tensor:
-    """A float32 tensor for a master in param_groups: the one that is there, or a new one."""
-
 def first_masters(params: Sequence[Tensor]) -> list[Tensor]:
-    """As first_master, for each parameter and placed as it."""
+    """A float32 master for each parameter, placed as it: the present one, or a new one."""
 
 def adopt_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Says that these, in param_groups, are the parameters' masters from now on."""
@@ -444,24 +437,11 @@ def round_written_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -
 def stamp_masters(params: Sequence[Tensor]) -> None:
     """Says that the parameters are what their masters round to."""
 
-def rests_of(params: Sequence[Tensor], goes_on: bool) -> list[Tensor | None]:
-    """Remainders or float32 values beside the weights, to be read only."""
-
-def show_masters(params: list[Tensor], states: list[Any], is_copy: bool = False) -> None:
-    """Notes the masters that parameters' states have as their low bits; None without state.
-
-    is_copy: of an optimizer that was copied or unpickled; bits that came with a parameter are
-    newer.
-    """
-
 class Gemm:
     """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""
 
     def __init__(self, library: str) -> None:
         """RuntimeError where no such library is loaded, or it has no such function."""
-
-def renew_masters(groups: Groups, states: States) -> None:
-    """Makes masters anew that other optimizers have replaced: before states are shown or copied."""
 
 def accumulate_weight_grad_(
     grad_weight: Tensor,

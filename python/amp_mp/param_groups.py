@@ -13,6 +13,26 @@ def params_in(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
+def low_params(optimizer: Any) -> dict[Tensor, Tensor]:
+    """The parameter of each master in param_groups, which all wrappers of the optimizer share.
+
+    Not an attribute of the master: a weight's record has the master, and would keep the weight.
+    """
+    found: dict[Tensor, Tensor] = vars(optimizer).setdefault("_amp_mp_low_params", {})
+    return found
+
+
+def stepped_params(optimizers: Iterable[Any]) -> set[Any]:
+    """The parameters that optimizers go on with: they have state, or masters in param_groups."""
+    found: set[Any] = set()
+    for each in optimizers:
+        found.update(param for param, state in each.state.items() if state)
+        while (inner := getattr(each, "optimizer", None)) is not None:  # in FP16_Optimizer, LARC
+            each = inner
+        found.update(low_params(each).values())
+    return found
+
+
 class ParamInfo(NamedTuple):
     """Where a parameter is in its optimizer."""
 

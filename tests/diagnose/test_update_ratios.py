@@ -102,11 +102,33 @@ def test_masters_are_what_is_measured(device: str, dtype: torch.dtype) -> None:
     optimizer = amp.optim.SGD(amp.prepare(model.to(device), dtype).parameters(), lr=1.0)
     eps = torch.finfo(dtype).eps
     with UpdateRatios(optimizer) as ratios:
-        for _ in range(2):  # the first makes the master
+        for _ in range(2):
             model.weight.grad = torch.tensor([[eps / 5], [eps]], dtype=dtype, device=device)
             optimizer.step()
     (row,) = ratios.report()
-    assert row[:6] == ("group 0[0]", dtype, 2, 0.5, 0, 0.5)
+    assert row[:6] == ("group 0[0]", dtype, 4, 0.5, 0, 0.5)
+
+
+def test_of_two_optimizers_in_turns_each_step_is_measured_from_where_the_other_left(
+    device: str,
+) -> None:
+    """Each is a power of two far below the weights' last bit, so that both see every step."""
+    model = nn.Linear(1, 4, bias=False)
+    nn.init.ones_(model.weight)
+    amp.prepare(model.to(device), torch.bfloat16)
+    makers = [amp.optim.SGD(model.parameters(), lr=1.0, memory=m) for m in ("exact", "float32")]
+    with UpdateRatios(makers[0]) as ratios:
+        for turn in range(8):
+            model.weight.grad = torch.full_like(model.weight, 2.0**-12)
+            before = ratios.steps
+            makers[turn % 2].step()
+            assert ratios.steps - before == (turn % 2 == 0)
+            if turn % 2 == 0:
+                (median,) = ratios.medians.values()
+                assert median == pytest.approx(2.0**-12, rel=2.0**-8)
+    (row,) = ratios.report()
+    assert row[2:6] == (16, 1.0, 0, 0.0)  # 4 steps of 4 weights, none of which moves
+    assert bool((amp.float32_of(model.weight) == 1 - 2.0**-9).all())
 
 
 def test_without_masters_what_happened_is_shown(device: str) -> None:

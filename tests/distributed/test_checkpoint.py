@@ -94,8 +94,10 @@ def convert(path: str, preset: str, dtype: torch.dtype, saved: str, of: torch.dt
     short = [
         p in ("lean", "tiny", "micro") for p, d in ((saved, of), (preset, dtype)) if d != FLOAT
     ]
-    bound, least = (2.0**-16 if any(short) else 0.0), 1e-38
-    if HALF in (of, dtype) and (saved, of) != (preset, dtype):
+    # Half a unit; a whole one where a split would have rounded to another weight than the file's.
+    converts = (saved, of) != (preset, dtype)
+    bound, least = (2.0 ** -(16 - converts) if any(short) else 0.0), 1e-38
+    if HALF in (of, dtype) and converts:
         # Below 2^-14 float16 has places of 2^-24, which a remainder divides by 2^16 or 2^8.
         least = 2.0 ** -(24 + (8 if any(short) else 16))
     wanted = amp.float32_state_dict(plain, plain_optimizer)

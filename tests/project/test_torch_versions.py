@@ -52,7 +52,7 @@ def test_the_way_to_the_stable_abi_lists_what_the_step_and_the_state_use() -> No
     section = DESIGN.partition("## Towards torch's stable ABI\n")[2].partition("\n## ")[0]
     rows = "\n".join(re.findall(r"^\|[^|]*\|(.*)\|$", section, re.MULTILINE)[2:])
     listed = dict(re.findall(r"`([\w:]+)`(?: (\d+))?", rows))
-    folders = [ROOT / "csrc/torch/step", ROOT / "csrc/torch/state"]
+    folders = [ROOT / "csrc/torch" / name for name in ("step", "state", "weights")]
     code = "\n".join(without_comments(path) for folder in folders for path in folder.iterdir())
     names = Counter(re.findall(r"\b(?:(?:at|c10|torch)::[\w:]*\w|TORCH_\w+|THP\w+)", code))
     members = Counter(re.findall(r"(?:\.|->)(\w+)(?:<[\w:]+>)?\(", code))

@@ -30,22 +30,35 @@ def permuted(x: Any, shape: tuple[int, ...], before: str, after: str) -> Any:
 
 
 @dataclass
+class Master:
+    """A low-precision weight's float32 value: what rounding cut off from it, or all of it."""
+
+    format: str
+    second: Any  # beside the weight: remainders of a split, or float32 numbers
+    layout: str
+
+
+@dataclass
 class State:
-    """What an optimizer keeps of a parameter: moments as numbers, and what stores the master."""
+    """What an optimizer keeps of a parameter: its clock, and moments as numbers."""
 
     clock: Clock
     m: Floats
     v: Floats
-    memory: str
-    rest: Any = None  # of a split
-    stored: Any = None  # a float32 master
-    layout: str = "rows"
-    kinds: tuple[str, str] = ("float32", "float32")  # how m and v are stored
+    layout: str
+    kinds: tuple[str, str]  # how m and v are stored
+
+
+@dataclass
+class Shown(State):
+    """What a state dict shows of a parameter: the optimizer's state, and the weight's master."""
+
+    master: Master | None = None
 
 
 @dataclass
 class Parameter:
-    """One parameter, and its state once it has taken part in a step."""
+    """One parameter with its master, and its state once it has taken part in a step."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -53,7 +66,14 @@ class Parameter:
     memory: str
     number: int = 0
     layout: str = "rows"
-    state: State | None = field(default=None)
+    held: State | None = field(default=None)
+    bits: Master | None = field(default=None)  # belong to the weight, whatever happens to `held`
+    is_written: bool = False  # by a script since its master was stored, as version counters show it
+
+    @property
+    def state(self) -> Shown | None:
+        """What a state dict shows of it now."""
+        return None if self.held is None else Shown(**vars(self.held), master=self.bits)
 
     def kinds(self) -> tuple[str, str]:
         """The formats of m and v: groups need rows of 32 in memory."""
@@ -62,71 +82,97 @@ class Parameter:
             return moment, square
         return WITHOUT_ROWS.get(moment, moment), WITHOUT_ROWS.get(square, square)
 
+    # The master.
+
     def master(self) -> Floats:
         """The number that the next step starts from."""
-        state = self.state
-        format = PRESETS[state.memory if state else self.memory][0]
-        if self.dtype not in LOW or state is None:
+        self.drop_of_written()
+        bits = self.bits
+        if bits is None:
             return self.visible
-        turn = (self.shape, state.layout, self.layout)
-        if format == "float32":
-            stored = permuted(state.stored, *turn)
-            rounded = reference.store(stored, self.dtype, saturating=True)
+        second = permuted(bits.second, self.shape, bits.layout, self.layout)
+        if bits.format == "float32":
+            rounded = reference.store(second, self.dtype, saturating=True)
             same = rounded.view(np.uint32) == self.visible.view(np.uint32)
-            return np.where(same, stored, self.visible)
-        parts = [self.bits(), permuted(state.rest, *turn)]
-        return formats.decode(parts, format, self.dtype)
+            return np.where(same, second, self.visible)
+        return formats.decode([self.weight_bits(), second], bits.format, self.dtype)
 
-    def bits(self) -> Any:
+    def drop_of_written(self) -> None:
+        """Where no optimizer has state for the weight, a script's write ends what was cut off."""
+        if self.held is None and self.is_written:
+            self.bits = None
+
+    def weight_bits(self) -> Any:
         if self.dtype == "float16":
             return self.visible.astype(np.float16).view(np.uint16)
         return (self.visible.view(np.uint32) >> 16).astype(np.uint16)
 
-    def keep(self, state: State, master: Floats) -> None:
+    def keep(self, master: Floats) -> None:
         """Stores a master, which writes the parameter."""
-        format = PRESETS[state.memory][0]
+        format = PRESETS[self.memory][0]
         if self.dtype not in LOW:
             self.visible = master
         elif format == "float32":
-            state.stored = master
             self.visible = reference.store(master, self.dtype, saturating=True)
+            self.put(format, master)
         else:
             parts = formats.encode(master, format, weight=self.dtype)
-            state.rest, self.visible = parts[1], formats.decode(parts[:1], self.dtype)
+            self.visible = formats.decode(parts[:1], self.dtype)
+            self.put(format, parts[1])
+
+    def keep_beside(self, master: Floats) -> None:
+        """Stores a master from which the parameter was rounded: the parameter stays.
+
+        Half way between two weights the formats round differently: where this one would round to
+        the other weight, it stores what is nearest to the value and rounds to this one.
+        """
+        format = PRESETS[self.memory][0]
+        self.put(format, formats.beside(master, self.visible, format, self.dtype))
+
+    def put(self, format: str, second: Any) -> None:
+        self.bits, self.is_written = Master(format, second, self.layout), False
+
+    def make_master(self) -> None:
+        """The master in this parameter's format: the weight's, or where it has none the weight."""
+        format = PRESETS[self.memory][0]
+        if self.dtype not in LOW:
+            return
+        self.drop_of_written()
+        if self.bits is None:
+            kind = {"float32": np.float32, "split32": np.int16, "split24": np.int8}[format]
+            zeros = np.zeros(self.visible.shape, kind)
+            self.put(format, self.visible if format == "float32" else zeros)
+        elif self.bits.format != format:
+            self.keep_beside(self.master())
 
     def edit(self, seed: int, values: Floats) -> None:
         """`optimizer.masters` has stored these values; elements of equal bits stay."""
         changed = values.view(np.uint32) != self.master().view(np.uint32)
         if not changed.any():
             return
-        if self.state is None and self.dtype in LOW:
-            self.gather(seed)
-        before = self.visible
         if self.dtype not in LOW:
             self.visible = values
             return
-        state = self.state
-        assert state is not None
-        turn = (self.shape, self.layout, state.layout)
-        old = state.rest, state.stored
-        self.keep(state, values)
+        if self.held is None:
+            self.gather(seed)
+        before, old = self.visible, self.bits
+        assert old is not None
+        second = permuted(old.second, self.shape, old.layout, self.layout)
+        self.keep(values)
+        assert self.bits is not None
         self.visible = np.where(changed, self.visible, before)
-        for name, was in zip(("rest", "stored"), old, strict=True):
-            if was is not None:
-                new = permuted(getattr(state, name), *turn)
-                setattr(state, name, np.where(permuted(changed, *turn), new, was))
+        self.put(old.format, np.where(changed, self.bits.second, second))
+
+    # The state.
 
     def gather(self, seed: int) -> None:
         """Before a step: state is made where there is none, and follows the layout."""
-        if self.state is None:
+        if self.held is None:
+            self.make_master()
             zeros = np.zeros_like(self.visible)
-            state = State(Clock(), zeros, zeros, self.memory, kinds=self.kinds())
-            state.layout = self.layout
-            self.keep(state, self.visible)
-            self.state = state
-        state = self.state
-        if state.layout != self.layout:
-            self.state = self.turned(state, seed, 0)
+            self.held = State(Clock(), zeros, zeros, self.layout, self.kinds())
+        if self.held.layout != self.layout:
+            self.held = self.turned(self.held, seed, 0)
 
     def turned(self, state: State, seed: int, number: int) -> State:
         """The state in the parameter's layout; groups are then made of other neighbours."""
@@ -137,14 +183,11 @@ class Parameter:
                 (permuted(x, *turn) for x in (state.m, state.v)), state.kinds, strict=True
             )
         )
-        new = State(state.clock, m, v, state.memory, layout=self.layout, kinds=state.kinds)
-        new.rest = None if state.rest is None else permuted(state.rest, *turn)
-        new.stored = None if state.stored is None else permuted(state.stored, *turn)
-        return new
+        return State(state.clock, m, v, self.layout, state.kinds)
 
     def step(self, g: Floats, multiplier: np.float32, group: dict[str, Any]) -> None:
         """AdamW on the master; the moments and the master are stored in their formats."""
-        state = self.state
+        state = self.held
         assert state is not None
         state.clock.tick(*group["betas"])
         names = ("lr", "betas", "eps", "weight_decay")
@@ -154,32 +197,33 @@ class Parameter:
         )
         random = (group["seed"], state.clock.step, self.number)
         state.m, state.v = (stored(x, k, *random) for x, k in zip((m, v), state.kinds, strict=True))
-        self.keep(state, w)
+        self.keep(w)
 
-    def load(self, saved: State | None, group: dict[str, Any]) -> None:
-        """A saved state comes in, in this parameter's formats; without one a step makes it."""
+    def load(self, saved: Shown | None, group: dict[str, Any]) -> None:
+        """A saved state comes in, in this parameter's formats.
+
+        A file without one takes the moments away, and leaves the weight its master.
+        """
         if saved is None:
-            self.state = None
+            self.held = None
             return
         old = copy.deepcopy(saved)
-        state = State(old.clock, old.m, old.v, self.memory, layout=self.layout, kinds=self.kinds())
         turn = (self.shape, old.layout, self.layout)
         random = (group["seed"], 0, self.number)
-        for name, kind, was in zip("mv", state.kinds, old.kinds, strict=True):
-            values = permuted(getattr(old, name), *turn)
+        moments = []
+        for values, kind, was in zip((old.m, old.v), self.kinds(), old.kinds, strict=True):
+            found = permuted(values, *turn)
             if kind != was or (kind in WITHOUT_ROWS and old.layout != self.layout):
-                values = stored(values, kind, *random)
-            setattr(state, name, values)
-        wanted, found = PRESETS[self.memory][0], PRESETS[old.memory][0]
-        old.rest = None if old.rest is None else permuted(old.rest, *turn)
-        old.stored = None if old.stored is None else permuted(old.stored, *turn)
-        old.layout = self.layout
-        self.state = old
-        if wanted == found or self.dtype not in LOW:
-            state.rest, state.stored = old.rest, old.stored
-        else:
-            self.keep(state, self.master())
-        self.state = state
+                found = stored(found, kind, *random)
+            moments.append(found)
+        self.held = State(old.clock, moments[0], moments[1], self.layout, self.kinds())
+        if old.master is None:
+            return
+        self.bits = old.master
+        if self.bits.format != PRESETS[self.memory][0]:
+            self.keep_beside(self.master())
+        second = permuted(self.bits.second, self.shape, self.bits.layout, self.layout)
+        self.put(self.bits.format, second)
 
 
 def stored(values: Floats, kind: str, seed: int, step: int, number: int) -> Floats:
@@ -194,7 +238,7 @@ def step_all(
     params: list[tuple[Parameter, dict[str, Any], Floats | None]], max_norm: float | None
 ) -> bool:
     """One step over (parameter, its group, its gradient); returns whether it was skipped."""
-    members = [(p, group, g) for p, group, g in params if g is not None or p.state is not None]
+    members = [(p, group, g) for p, group, g in params if g is not None or p.held is not None]
     for p, group, _ in members:
         p.gather(group["seed"])
     found = [reference.measure(g) if g is not None else (0.0, 0.0, 0.0) for _, _, g in members]

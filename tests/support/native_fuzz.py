@@ -291,7 +291,7 @@ class Fuzz:
         lists = [self.tensor((2, 32)), self.tensor((5,), torch.float16)]
         like = [self.tensor((2, 32), torch.bfloat16), self.tensor((5,))]
         remainder = self.tensor((2, 32), torch.int16)
-        bits = _C.make_low_bits(low)
+        record = _C.weight_at(low)
         indices = torch.tensor([3, 5])
         param = self.tensor((2, 32))
         _, rules, groups, states = self.optimizer()
@@ -325,14 +325,12 @@ class Fuzz:
             (_C.decode, {"data": data, "rest": rest, "format": name}),
             (_C.encode, {"values": self.tensor((2, 32)), "format": name}),
             (_C.copy_as, {"value": param, "dtype": torch.bfloat16, "local": low}),
-            (_C.make_low_bits(low).keep, {"param": low, "values": param}),
-            (bits.values, {"param": low}),
-            (bits.show, {"master": param, "param": low}),
+            (record.store, {"param": low, "values": param, "exactly": True}),
+            (record.state, {"param": low}),
             (
-                bits.set_state,
-                {"param": low, "state": (remainder, indices, lists[0][0, :2], 0, True)},
+                record.set_state,
+                {"param": low, "state": (remainder, indices, lists[0][0, :2], 0, True, True)},
             ),
-            (_C.first_master, {"param": low}),
             (_C.note_gradients, {"params": [low, param], "scale": 2.0}),
             (_C.gradient_scales, {"params": [low, param]}),
             (_C.unwritten_gradients, {"params": [low, param]}),
@@ -343,8 +341,11 @@ class Fuzz:
             (_C.round_masters, {"params": [low], "masters": [param]}),
             (_C.round_written_masters, {"params": [low], "masters": [param]}),
             (_C.stamp_masters, {"params": [low]}),
-            (_C.rests_of, {"params": [low, param], "goes_on": True}),
-            (_C.show_masters, {"params": [low], "states": [held]}),
+            (_C.masters_beside, {"params": [low, param], "stepping": [True, False]}),
+            (_C.put_entries, {"groups": groups, "states": states, "takes": True}),
+            (_C.weight_states, {"params": [low, param]}),
+            (_C.set_weight_states, {"params": [low], "states": [None]}),
+            (_C.release_weights, {"params": [low]}),
             (_C.has_groups, {"param": param}),
             (_C.scale_shape, {"param": param, "part": [1, 32]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),
@@ -353,10 +354,8 @@ class Fuzz:
                 {
                     "entries": _C.SavedEntries(rules),
                     "groups": groups,
-                    "states": states,
                     "state_dict": state_dict,
                     "seed": 0,
-                    "undo": [],
                 },
             ),
             (_C.decoded_states, {"rule": rules[0], "param": param, "state": saved}),
@@ -386,17 +385,9 @@ class Fuzz:
             (_C.Gemm, {"library": "libno.so"}),
             (_C.casting.set_policy, {"device": "cpu", "op": "aten::mm", "policy": "stock"}),
             (_C.casting.policies, {"device": "cpu"}),
-            (_C.master_of, {"param": low, "state": held}),
-            (_C.master_beside, {"param": low, "state": held}),
-            (
-                _C.set_master,
-                {
-                    "format": self.random.choice(["float32", "split32", "split24"]),
-                    "param": low,
-                    "state": held,
-                    "values": self.maybe(param),
-                },
-            ),
+            (_C.float32_of, {"param": low, "stepping": self.random.random() < 0.5}),
+            (_C.master_values, {"weight": low, "entries": held}),
+            (_C.take_entries, {"params": [low], "states": [held]}),
         ]
         return self.random.choice(calls)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.optim.state.low_bits import float32_of, refuse_lost
+from amp_mp.optim.state.low_bits import refuse_lost
 
 BF16 = torch.bfloat16
 Found = dict[str, object]
@@ -54,8 +54,9 @@ def originals(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def original_of(param: Tensor) -> Tensor | None:
-    bits = _C.low_bits_of(param)
-    return None if bits is None else bits.values(param)
+    record = _C.weight_of(param)
+    kept = record is not None and record.is_unwritten(param)
+    return _C.float32_of(param) if kept else None
 
 
 def shard_then_prepare() -> Found:
@@ -89,7 +90,7 @@ def writes_are_noticed() -> Found:
     before = locals_of(model)
     return {
         "dropped": original_of(model[0].weight) is None,
-        "master": float32_of(model[0].weight),
+        "master": _C.float32_of(model[0].weight),
         "weight": before["0.weight"],
         "other": original_of(model[2].weight) is not None,
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from reference import F32, FORMATS, FloatFormat, Floats, saturate
+from reference import F32, FORMATS, FloatFormat, Floats, saturate, store
 
 Bytes = NDArray[np.uint8]
 Bits = NDArray[Any]
@@ -260,3 +260,24 @@ def decode(parts: Sequence[Bits], format: str, weight: str = "") -> Floats:
         return _bfloat16(parts[0])
     value = parts[0].view(np.float16).astype(F32)
     return value * value if format == "float16_root" else value
+
+
+def beside(values: Floats, weight: Floats, format: str, dtype: str) -> Any:
+    """What a master's format stores of values beside the weight that was rounded from them.
+
+    Half way between two weights the formats round differently: where this one would round to the
+    other weight, it stores what is nearest to the value and rounds to this one. Below a power of
+    two a remainder beside float16 reaches the next weight.
+    """
+    if format == "float32":
+        other = store(values, dtype, saturating=True)
+        half = (other + weight) * F32(0.5)
+        is_other = other.view(np.uint32) != weight.view(np.uint32)
+        return np.where(is_other, np.nextafter(half, weight), values)
+    bits, rest = encode(values, format, weight=dtype)
+    own = _float16_bits(weight) if dtype == "float16" else _bfloat16_bits(weight)
+    above, ends = bits.astype(np.int32) - own, np.iinfo(rest.dtype)
+    beside = np.where(above == 0, rest, 0)
+    return np.where(above == 1, ends.max, np.where(above == -1, ends.min, beside)).astype(
+        rest.dtype
+    )

@@ -1,4 +1,4 @@
-// What Python sees of a parameter's state: arrays of formats, masters, saved states.
+// What Python sees of a parameter's state: arrays of formats, saved states.
 #include "torch/bind.h"
 #include "torch/python/unpack.h"
 #include "torch/state/live_state.h"
@@ -6,43 +6,6 @@
 
 namespace amp_mp {
 namespace {
-
-void bind_masters(py::module_& m) {
-  m.def(
-      "set_master",
-      [](const std::string& format, const py::object& param, const py::dict& state,
-         const py::object& values, const py::dict& group) {
-        const at::Tensor given = values.is_none() ? at::Tensor() : local_of(values);
-        set_master(format, param, state, given);
-        settle(group, local_of(param), state);
-        show_master(param, state);
-      },
-      py::arg("format"), py::arg("param"), py::arg("state"), py::arg("values") = py::none(),
-      py::arg("group") = py::dict());
-  m.def(
-      "show_masters",
-      [](const py::list& params, const py::list& states, bool is_copy) {
-        for (size_t i = 0; i < std::min(params.size(), states.size()); ++i)
-          if (PyDict_Check(states[i].ptr())) show_master(params[i], states[i], is_copy);
-      },
-      py::arg("params"), py::arg("states"), py::arg("is_copy") = false);
-  m.def("renew_masters", &renew_masters, py::arg("groups"), py::arg("states"));
-  m.def("is_on_host", &is_on_host, py::arg("tensor"));
-  m.def(
-      "master_of",
-      [](const py::object& param, const py::dict& state) -> py::object {
-        const at::Tensor found = master_values(local_of(param).detach(), state);
-        return found.defined() ? like(found, param) : py::none();
-      },
-      py::arg("param"), py::arg("state"));
-  m.def(
-      "master_beside",
-      [](const py::object& param, const py::dict& state) {
-        const at::Tensor weight = local_of(param);
-        return is_low_precision(weight) ? master_beside(weight, state) : at::Tensor();
-      },
-      py::arg("param"), py::arg("state"));
-}
 
 void bind_saved(py::module_& m) {
   py::class_<SavedEntries>(m, "SavedEntries")
@@ -55,6 +18,7 @@ void bind_saved(py::module_& m) {
 }
 
 void bind_arrays(py::module_& m) {
+  m.def("is_on_host", &is_on_host, py::arg("tensor"));
   m.def("has_groups", &has_groups, py::arg("param"));
   m.def(
       "scale_shape",
@@ -103,10 +67,9 @@ void bind_arrays(py::module_& m) {
 
 void bind_state(py::module_& m) {
   bind_rule_table(m);
-  bind_masters(m);
   bind_saved(m);
   bind_arrays(m);
-  bind_low_bits(m);
+  bind_weights(m);
   bind_weight_changes(m);
 }
 

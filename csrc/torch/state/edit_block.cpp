@@ -50,35 +50,30 @@ EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::di
   check_members(members);
   for (Member& member : members) {
     const auto format = py::cast<std::string>(number_of(member.group, master));
-    const bool has_master = format != "none" && is_low_precision(member.local);
-    const bool goes_on =
-        has_master && drop_replaced(low_bits_of(member.param), state_in(states, member.param));
-    edits_.push_back({std::move(member), {}, has_master, goes_on, {}, {}, {}});
+    const MasterEntry* const entry =
+        is_low_precision(member.local) ? master_entry(format, member.local.scalar_type()) : nullptr;
+    if (entry) take_entry(member.param, member.state);
+    edits_.push_back({std::move(member), {}, entry, {}, {}, {}});
   }
   for (Edit& edit : edits_) {
     edit.weight = Seen(edit.member.local);
-    edit.beside = Seen(beside(edit));
+    edit.beside = Seen(master_of(edit.member.param));
     edit.before = Seen(read(edit));
     edit.values = like(edit.before.tensor, edit.member.param);
   }
   for (const auto& [name, param] : params) masters_.append(edits_[places[param.ptr()]].values);
 }
 
-at::Tensor EditBlock::beside(const Edit& edit) const {
-  if (!edit.has_master) return {};
-  return master_beside(edit.member.local, state_in(states_, edit.member.param));
+bool EditBlock::has_state(const Edit& edit) const {
+  return !state_in(states_, edit.member.param).empty();
 }
 
 at::Tensor EditBlock::read(const Edit& edit) const {
   const at::NoGradGuard no_grad;
   const py::object& param = edit.member.param;
   const at::Tensor weight = local_of(param).detach();
-  if (!edit.has_master) return copy_as(weight, at::kFloat, weight);
-  const py::dict state = state_in(states_, param);
-  const Bits bits = low_bits_of(param);
-  at::Tensor found = master_values(weight, state);
-  if (bits && !found.defined()) found = bits->values(param, edit.goes_on);
-  return found.defined() ? found : copy_as(weight, at::kFloat, weight);
+  if (edit.master) return float32_of(param, has_state(edit));
+  return copy_as(weight, at::kFloat, weight);
 }
 
 at::Tensor EditBlock::changes(const Edit& edit) const {
@@ -95,14 +90,13 @@ bool EditBlock::is_written(const Edit& edit, const at::Tensor& changed) const {
   return needs_state(edit) && changed.any().item<bool>();
 }
 
-bool EditBlock::needs_state(const Edit& edit) const {
-  return edit.has_master && !beside(edit).defined();
-}
+bool EditBlock::needs_state(const Edit& edit) const { return edit.master && !has_state(edit); }
 
 void EditBlock::check(const Edit& edit) const {
   const at::Tensor local = local_of(edit.member.param);
   const std::string& label = edit.member.label;
-  TORCH_CHECK(edit.weight.is_still(local) && edit.beside.is_still(beside(edit)), label,
+  TORCH_CHECK(edit.weight.is_still(local) && edit.beside.is_still(master_of(edit.member.param)),
+              label,
               " or its state was written inside of a block of masters(); write the master alone, "
               "or the parameter after the block; nothing was stored");
   const at::Tensor now = values_in(edit.values);
@@ -124,13 +118,12 @@ void EditBlock::store() {
     if (!item_of(states_, edit.member.param)) states_[edit.member.param] = edit.member.state;
     const HostRoom room = room_for(alone);
     clocks_of(alone);
-    init_state(edit.member, edit.goes_on);
-    show_master(edit.member.param, edit.member.state);
+    init_state(edit.member, /*stepping=*/false);
   }
-  for (Edit& edit : edits_) store(edit);
+  for (const Edit& edit : edits_) store(edit);
 }
 
-void EditBlock::store(Edit& edit) const {
+void EditBlock::store(const Edit& edit) const {
   const at::Tensor weight = edit.member.local.detach(), values = values_in(edit.values);
   const at::Tensor changed = changes(edit);
   const bool written = is_written(edit, changed);
@@ -141,31 +134,23 @@ void EditBlock::store(Edit& edit) const {
     at::where_out(uncounted, changed, made, uncounted);
     if (written) bump_version(to);
   };
-  Bits edited;
-  if (!edit.has_master) {
+  WeightRecord edited;
+  if (!edit.master) {
     at::Tensor rounded = values;
     if (is_low_precision(weight))
       copy_({rounded = at::empty_like(weight)}, {values}, std::nullopt, 1.0, /*saturate=*/true);
     put(weight, rounded);
   } else {
-    const py::dict state = state_in(states_, edit.member.param);
-    const Bits bits = low_bits_of(edit.member.param);
-    // Before follow_master: it makes another tensor if the parameter has another layout now.
-    const bool shown = bits && bits->shows(beside(edit));
-    follow_master(edit.member.param, weight, state);
-    const at::Tensor second = master_beside(weight, state);
-    const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(second);
+    edited = weight_at(edit.member.param);
+    const at::Tensor master = edited->master_for(edit.member.param, *edit.master, true);
+    const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(master);
     store_values(values, *master_in(rounded, rest));
     put(weight, rounded);
-    put(second, rest);
-    if (written && shown) {
-      edited = bits;
-      if (!bits->shows(second)) bits->show(second, edit.member.param);
-    }
+    put(master, rest);
   }
   const at::Tensor& param = tensor_of(edit.member.param);
   if (written && edit.member.is_dtensor) bump_version(param);  // its shard has advanced alone
-  if (edited) edited->stepped(param, local_of(edit.member.param));
+  if (written && edited) edited->stepped(param, local_of(edit.member.param));
 }
 
 void bind_edit_block(py::module_& m) {

@@ -40,20 +40,19 @@ class EditBlock {
   struct Edit {
     Member member;
     py::object values;            // what the script writes
-    bool has_master;              // beside the weight, now or from its first step on
-    bool goes_on;                 // whether other bits have replaced the ones that its state showed
+    const MasterEntry* master;    // null if the weight itself is what a step updates
     Seen weight, beside, before;  // before: the float32 values that were read
   };
 
-  at::Tensor beside(const Edit& edit) const;
   at::Tensor read(const Edit& edit) const;
   // Which elements have other bits now.
   at::Tensor changes(const Edit& edit) const;
+  bool has_state(const Edit& edit) const;
   bool needs_state(const Edit& edit) const;  // whether storing must make the state first
   // Whether there are changes, as far as the host knows without waiting for a device.
   bool is_written(const Edit& edit, const at::Tensor& changed) const;
   void check(const Edit& edit) const;
-  void store(Edit& edit) const;
+  void store(const Edit& edit) const;
 
   py::dict states_;
   py::list masters_;

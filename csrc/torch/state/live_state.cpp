@@ -101,23 +101,25 @@ void bring(const KeptState& kept, const HeldState& held, const Member& member) {
 size_t lacking(const Member& member) {
   const at::Tensor& local = member.local;
   size_t bytes = 0;
-  const auto add = [&](const py::object& entry, at::ScalarType dtype, int64_t count) {
+  const auto add = [&](const at::Tensor& held, at::ScalarType dtype, int64_t count) {
+    const bool is_there = held.defined() && is_on_host(held) && held.device() == local.device();
+    if (!is_there || held.scalar_type() != dtype) bytes += host_bytes(count, dtype);
+  };
+  const auto in_state = [&](const py::object& entry) {
     const py::handle found = item_of(member.state, entry);
-    const at::Tensor held = is_tensor(found) ? local_of(found) : local;
-    const bool is_there = is_on_host(held) && held.device() == local.device();
-    if (held.scalar_type() != dtype || !is_there) bytes += host_bytes(count, dtype);
+    return is_tensor(found) ? local_of(found) : at::Tensor();
   };
   for (const KeptState& kept : member.layout->states) {
     if (kept.of_rows) continue;
     const StoredFormat& stored = stored_as(kept, stored_format(kept, member));
-    add(stored.entry, stored.dtype, local.numel());
+    add(in_state(stored.entry), stored.dtype, local.numel());
     if (stored.scales.is_none()) continue;
-    add(stored.scales, rest_dtype_of(stored.format), local.numel() / kGroup);
+    add(in_state(stored.scales), rest_dtype_of(stored.format), local.numel() / kGroup);
   }
   if (!is_low_precision(local)) return bytes;
   const std::string format = text_of(member.group["master"]);
   if (const MasterEntry* const entry = master_entry(format, local.scalar_type()))
-    add(entry->entry, entry->dtype, local.numel());
+    add(master_of(member.param), entry->dtype, local.numel());
   return bytes;
 }
 
@@ -147,7 +149,6 @@ std::optional<HeldState> held_state(const KeptState& kept, py::handle state) {
 void follow(const Member& member) {
   if (PyDict_Size(member.state.ptr()) == 0) return;
   const at::NoGradGuard no_grad;
-  follow_master(member.param, member.local, member.state);
   for (const KeptState& kept : member.layout->states) {
     const std::optional<HeldState> held = held_state(kept, member.state);
     if (held && held->stored) bring(kept, *held, member);
@@ -155,16 +156,26 @@ void follow(const Member& member) {
   settle(member.group, member.local, member.state);
 }
 
-void init_state(const Member& member, bool goes_on) {
+WeightRecord init_state(const Member& member, bool stepping) {
   static PyObject* const master = PyUnicode_InternFromString("master");
   const at::NoGradGuard no_grad;
   for (const KeptState& kept : member.layout->states)
     if (!is_held(kept, member.state)) make_state(kept, member);
-  if (is_low_precision(member.local)) {
-    const auto format = py::cast<std::string>(number_of(member.group, master));
-    set_master(format, member.param, member.state, {}, goes_on);
+  WeightRecord record = weight_of(member.param);
+  const auto format = py::cast<std::string>(number_of(member.group, master));
+  const MasterEntry* const entry =
+      is_low_precision(member.local) ? master_entry(format, member.local.scalar_type()) : nullptr;
+  if (entry) {
+    if (!record && member.is_dtensor) package().refuse_lost(member.param);
+    record = weight_at(member.param);
+    record->master_for(member.param, *entry, stepping);
+    record->settle(member.group, member.local);
+  } else if (record) {
+    record->drop();
   }
+  put_entry(member.param, member.state);
   settle(member.group, member.local, member.state);
+  return entry ? record : nullptr;
 }
 
 HostRoom room_for(const std::vector<Member>& members) {
@@ -181,18 +192,21 @@ bool offloads(py::handle group, const at::Tensor& local) {
   return found && text_of(found) == "state";
 }
 
+at::Tensor settled(py::handle group, const at::Tensor& local, const at::Tensor& array) {
+  if (!local.is_cuda() || array.device() != local.device()) return array;
+  const bool belongs = offloads(group, local) && host_bytes(array.numel(), array.scalar_type()) > 0;
+  if (is_on_host(array) == belongs) return array;
+  used_on_current_stream(array);
+  return belongs ? copy_to_host(array) : array.clone();
+}
+
 void settle(py::handle group, const at::Tensor& local, py::handle state) {
   if (!local.is_cuda()) return;
-  const bool away = offloads(group, local);
   const auto held = py::reinterpret_steal<py::dict>(PyDict_Copy(state.ptr()));
   for (const auto& [key, value] : held) {
     if (!is_tensor(value)) continue;
-    const at::Tensor array = local_of(value);
-    const bool belongs = away && host_bytes(array.numel(), array.scalar_type()) > 0;
-    if (array.device() != local.device() || is_on_host(array) == belongs) continue;
-    used_on_current_stream(array);
-    const at::Tensor moved = belongs ? copy_to_host(array) : array.clone();
-    set_item(state, key, like(moved, value));
+    const at::Tensor array = local_of(value), there = settled(group, local, array);
+    if (!there.is_same(array)) set_item(state, key, like(there, value));
   }
 }
 

@@ -43,7 +43,14 @@ void check_state(const Member& member) {
                       " are not split over processes in the same way; put the state in with "
                       "load_state_dict, which moves it to where the parameter is");
   };
-  for (const MasterEntry& master : master_entries()) check(master.entry, false);
+  for (const MasterEntry& master : master_entries()) {
+    const py::handle held = item_of(state, master.entry);
+    const bool is_earlier = is_tensor(held) && local_of(held).numel() == 0;
+    if (is_earlier) continue;  // it is empty: weights/weight.h
+    check(master.entry, false);
+    if (is_tensor(held))
+      check_plain(local_of(held), {"the master", member.tensor_index, &member.label});
+  }
   std::vector<std::string> missing;
   for (const KeptState& kept : layout.states) {
     py::handle first;

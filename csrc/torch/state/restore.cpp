@@ -13,6 +13,7 @@
 #include "torch/python/unpack.h"
 #include "torch/state/live_state.h"
 #include "torch/state/saved_state.h"
+#include "torch/weights/master_tensors.h"
 
 namespace amp_mp {
 namespace {
@@ -41,7 +42,6 @@ struct Restoring {
   const py::handle group;
   const uint64_t seed;
   const int64_t index;
-  const py::handle old;  // the present state; or null
   const at::Tensor local = local_of(param);
   const std::vector<Given> all_given = given_in(entries, saved);
   py::dict state;
@@ -70,12 +70,11 @@ struct Restoring {
     const MasterEntry* const master = master_entry(format_at("master"), local.scalar_type());
     if (!master || !is_low_precision(local)) return;
     for (const MasterEntry& each : master_entries())
-      if (saved.contains(each.entry) || (old && item_of(old, each.entry)))
-        return void(bytes += host_bytes(count, master->dtype));
+      if (saved.contains(each.entry)) return void(bytes += host_bytes(count, master->dtype));
   }
 
   // A state of new tensors in the file's order; the master comes last.
-  py::dict restored(py::list undo) {
+  py::dict restored() {
     const at::Tensor clock = new_clock();
     for (const Given& given : all_given) {
       if (given.holds(Holds::unused)) continue;
@@ -84,7 +83,7 @@ struct Restoring {
       else
         add(given);
     }
-    add_master(undo);
+    add_master();
     settle(group, local, state);
     return state;
   }
@@ -180,29 +179,19 @@ struct Restoring {
     set_item(state, given.key, wrapped(place));
   }
 
-  void add_master(py::list undo) {
+  // A file of torch has no master: the weight keeps its own.
+  void add_master() {
     if (!is_low_precision(local)) return;
-    for (const MasterEntry& each : master_entries())
-      if (state.contains(each.entry)) return;
-    std::vector<std::pair<const MasterEntry*, at::Tensor>> parts;
-    const auto add_parts = [&](py::handle held) {
-      for (const MasterEntry& each : master_entries())
-        if (const py::handle value = item_of(held, each.entry))
-          parts.emplace_back(&each, copy_as(part_of(value, param), each.dtype, local));
-    };
-    add_parts(saved);
-    if (parts.empty() && old) add_parts(old);  // a file of torch has no master: ours stays
-    if (parts.empty()) return;
-    const std::string format = format_at("master");
-    const MasterEntry* const wanted = master_entry(format, local.scalar_type());
-    if (parts.size() == 1 && parts[0].first == wanted) return set(wanted->entry, parts[0].second);
-    py::dict found;
-    for (const auto& [entry, part] : parts) found[entry->entry] = wrapped(part);
-    // The parameter changes only if the file's format has rounded otherwise.
-    const at::Tensor weight = local.detach();
-    const at::Tensor values = master_values(weight, found);
-    undo.append(py::make_tuple(weight, weight.clone()));
-    set_master(format, param, state, values);
+    const MasterEntry* const wanted = master_entry(format_at("master"), local.scalar_type());
+    for (const MasterEntry& each : master_entries()) {
+      const py::handle value = item_of(saved, each.entry);
+      if (!value || !wanted) continue;
+      const at::Tensor part = copy_as(part_of(value, param), each.dtype, local);
+      if (&each == wanted) return set(each.entry, part);
+      if (each.weight && *each.weight != local.scalar_type()) continue;
+      const at::Tensor weight = local.detach();
+      return set(wanted->entry, beside(master_values(weight, part), weight, wanted->dtype));
+    }
   }
 };
 
@@ -210,12 +199,10 @@ struct Restoring {
 // if the file has none for it. wrong_state must have accepted the file's states. Each state is
 // stored as its group says, with the same bits if the file's format is the same.
 //
-// states: the present ones, by parameter; their masters stay if the file has none, as torch's.
-// seed: for stochastic rounding, if the file's groups have none. undo: gets (weight, copy of its
-// values) before a weight changes, because its new master rounds otherwise. Python gathers parts of
-// DTensors, on all processes in the same order.
-py::list restored(const SavedEntries& entries, const py::list& groups, const py::dict& states,
-                  const py::dict& state_dict, const py::int_& seed, py::list undo) {
+// seed: for stochastic rounding, if the file's groups have none. Python gathers parts of DTensors,
+// on all processes in the same order.
+py::list restored(const SavedEntries& entries, const py::list& groups, const py::dict& state_dict,
+                  const py::int_& seed) {
   const at::NoGradGuard no_grad;
   const py::dict found = state_dict["state"];
   const py::list files = state_dict["param_groups"];
@@ -232,20 +219,20 @@ py::list restored(const SavedEntries& entries, const py::list& groups, const py:
       made.append(saved);
       if (!py::isinstance<py::dict>(saved) || py::len(saved) == 0) continue;
       all.emplace_back(entries, saved, param, groups[number].ptr(), own_seed,
-                       int64_t(made.size()) - 1, item_of(states, param));
+                       int64_t(made.size()) - 1);
       all.back().add_bytes(bytes);
     }
   }
   const HostRoom room(bytes);
-  for (Restoring& each : all) made[size_t(each.index)] = each.restored(undo);
+  for (Restoring& each : all) made[size_t(each.index)] = each.restored();
   return made;
 }
 
 }  // namespace
 
 void bind_restore(py::module_& m) {
-  m.def("restored", &restored, py::arg("entries"), py::arg("groups"), py::arg("states"),
-        py::arg("state_dict"), py::arg("seed"), py::arg("undo"));
+  m.def("restored", &restored, py::arg("entries"), py::arg("groups"), py::arg("state_dict"),
+        py::arg("seed"));
 }
 
 }  // namespace amp_mp

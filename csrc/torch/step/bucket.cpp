@@ -73,25 +73,20 @@ std::vector<int64_t> Bucket::sort_by_kind() {
 }
 
 Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
-  std::vector<Bits> bits;
-  std::vector<bool> goes_on;
+  std::vector<bool> stepping;  // whether the optimizer has state for the weight already
   for (const Member& member : members_) {
-    bits.push_back(low_bits_of(member.param));
-    goes_on.push_back(drop_replaced(bits.back(), member.state));
+    stepping.push_back(PyDict_Size(member.state.ptr()) > 0);
+    take_entry(member.param, member.state);
     follow(member);
   }
   const Tensors clocks = clocks_of(members_);
   std::vector<SlotTensors> slots;
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
-    init_state(member, goes_on[i]);
     SlotTensors& own = slots.emplace_back();
     own.param = member.local;
-    own.master = master_beside(member.local, member.state);
-    if (own.master.defined()) {
-      own.bits = bits[i] ? bits[i] : make_low_bits(member.param);
-      own.bits->show(own.master, member.param);
-    }
+    own.record = init_state(member, stepping[i]);
+    if (own.record) own.master = own.record->master();
     for (const KeptState& kept : layout().states) {
       if (kept.of_rows) continue;
       const std::optional<HeldState> held = held_state(kept, member.state);

@@ -87,11 +87,13 @@ void init_states(const Layouts& rules, const py::list& groups, const py::dict& s
   refuse_new_state(trained);
   check_members(trained);
   const HostRoom room = room_for(trained);
+  std::vector<bool> stepping;
+  for (const Member& member : trained) stepping.push_back(PyDict_Size(member.state.ptr()) > 0);
   clocks_of(trained);
-  for (const Member& member : trained) {
-    states[member.param] = member.state;
-    init_state(member, drop_replaced(low_bits_of(member.param), member.state));
-    show_master(member.param, member.state);
+  for (size_t i = 0; i < trained.size(); ++i) {
+    states[trained[i].param] = trained[i].state;
+    take_entry(trained[i].param, trained[i].state);
+    init_state(trained[i], stepping[i]);
   }
 }
 

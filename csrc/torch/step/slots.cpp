@@ -30,7 +30,7 @@ Slots::Slots(std::vector<SlotTensors> own, const at::Device& device)
   std::vector<Shard> shards;
   for (const SlotTensors& each : own_) {
     params_.push_back(each.param);
-    bits_.push_back(each.bits);
+    records_.push_back(each.record);
     masters_.push_back(each.master.defined() ? each.master.unsafeGetTensorImpl() : nullptr);
     shards.push_back({each.dtensor, each.name});
   }
@@ -116,10 +116,10 @@ bool Slots::fit() const {
   for (int64_t i = 0; i < size(); ++i) {
     if (i + kAhead < size()) {
       prefetch_impl(params_[i + kAhead]);
-      __builtin_prefetch(bits_[i + kAhead].get());
+      __builtin_prefetch(records_[i + kAhead].get());
     }
     if (shape_of(params_[i]) != shapes_[i]) return false;
-    if (bits_[i] && bits_[i]->second().unsafeGetTensorImpl() != masters_[i]) return false;
+    if (records_[i] && records_[i]->master().unsafeGetTensorImpl() != masters_[i]) return false;
   }
   return shards_.are(params_);
 }
@@ -229,7 +229,7 @@ void Slots::finish(bool written) {
     bump_version(params_[i]);
     const at::Tensor& param = shards_.has(i) ? shards_.dtensor(i) : params_[i];
     if (shards_.has(i)) bump_version(param);
-    if (bits_[i]) bits_[i]->stepped(param, params_[i]);
+    if (records_[i]) records_[i]->stepped(param, params_[i]);
   }
   shards_.drop_gradients();
   casting::copies_written(params_, copies_);

@@ -6,10 +6,10 @@
 
 #include "plan.h"
 #include "torch/checks.h"
-#include "torch/state/low_bits.h"
-#include "torch/state/weight_changes.h"
 #include "torch/step/shards.h"
 #include "torch/step/table_memory.h"
+#include "torch/weights/weight.h"
+#include "torch/weights/weight_changes.h"
 
 namespace amp_mp {
 
@@ -27,7 +27,7 @@ struct SlotTensors {
   Origin origin = {};                // for random bits: where a shard is in the whole tensor
   std::string name;                  // for messages
   py::object dtensor = {};           // the DTensor of this shard; null for a plain parameter
-  Bits bits = {};                    // have the master as second tensor; null without a master
+  WeightRecord record = {};          // has the master; null without one
   std::weak_ptr<WeightChanges> changes = {};  // which each step notes
 };
 
@@ -69,7 +69,7 @@ class Slots {
   const std::vector<Slot>& plan(Tensors& kept, std::vector<Reading>* readings);
 
   // Call after each plan(). `written`: the step was not skipped. Then the version counters of the
-  // parameters advance, of a DTensor and of its shard, and their low bits get new stamps. Counters
+  // parameters advance, of a DTensor and of its shard, and their records get new stamps. Counters
   // of states do not advance: no autograd graph holds a state, and each would cost a cache miss.
   void finish(bool written);
 
@@ -97,8 +97,8 @@ class Slots {
 
   std::vector<SlotTensors> own_;
   Tensors params_;                               // own_[i].param
-  std::vector<Bits> bits_;                       // null without a master
-  std::vector<const c10::TensorImpl*> masters_;  // the second tensors of bits_
+  std::vector<WeightRecord> records_;            // null without a master
+  std::vector<const c10::TensorImpl*> masters_;  // those of the records, when the slots were made
   Shards shards_;
   at::Device device_;
   // Of the last check(), to notice tensors whose memory has moved.

@@ -79,7 +79,8 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
   if (is_capturing(bucket.device()))
     for (const Member& member : bucket.members())
       for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
-        if (is_tensor(value) && is_on_host(local_of(value))) new at::Tensor(local_of(value));
+        if (is_tensor(value) && is_on_host(local_of(value)))
+          new at::Tensor(local_of(value).detach());
   given.callbacks = {callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
   if (!bucket.row_norms().is_empty())
     given.callbacks.normalise = [&](const auto&... now) { bucket.row_norms().normalise(now...); };

@@ -7,7 +7,8 @@
 #include "torch/bind.h"
 #include "torch/ops.h"
 #include "torch/python/objects.h"
-#include "torch/state/low_bits.h"
+#include "torch/state/live_state.h"
+#include "torch/weights/weight.h"
 
 namespace amp_mp {
 namespace {
@@ -16,11 +17,11 @@ struct WrappedPairs {
   Objects params, masters;
 };
 
-// Those whose master was not written since it was rounded; or those whose master was.
-WrappedPairs rounded_pairs(const Objects& params, const Objects& masters, bool rounded) {
+// Those whose master a script has written since it was rounded; or the others.
+WrappedPairs written_pairs(const Objects& params, const Objects& masters, bool written) {
   WrappedPairs found;
   for (size_t i = 0; i < params.size(); ++i) {
-    if (make_low_bits(params[i])->is_rounded() != rounded) continue;
+    if (weight_at(params[i])->is_master_written() != written) continue;
     found.params.push_back(params[i]);
     found.masters.push_back(masters.at(i));
   }
@@ -51,15 +52,22 @@ void round_pairs(const Objects& params, const Objects& masters) {
   });
 }
 
-// Copies what other optimizers have left of parameters that they have stepped since.
+at::Tensor float32_master(py::handle param, bool stepping) {
+  static const MasterEntry& float32 = *master_entry("float32", at::kFloat);
+  return weight_at(param)->master_for(param, float32, stepping);
+}
+
+// Copies what other optimizers have left of parameters that they have stepped since. After
+// drop_low_bits nothing is left, and the masters go on.
 void take_over_others(const Objects& params, const Objects& masters) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < params.size(); ++i) {
-    const Bits bits = make_low_bits(params[i]);
+    const WeightRecord record = weight_at(params[i]);
     const at::Tensor master = local_of(masters.at(i));
-    if (bits->shows(master)) continue;
-    if (bits->second().defined()) master.copy_(first_master(params[i]));  // none after a drop
-    bits->show(master, params[i], /*apart=*/true);
+    if (record->master().is_same(master)) continue;
+    if (record->master().defined())
+      master.detach().copy_(float32_master(params[i], /*stepping=*/true));
+    record->set_master(params[i], master, /*in_groups=*/true);
   }
 }
 
@@ -67,18 +75,19 @@ void take_over_others(const Objects& params, const Objects& masters) {
 
 Objects first_masters(const Objects& params) {
   Objects found;
-  for (const py::object& param : params) found.push_back(like(first_master(param), param));
+  for (const py::object& param : params)
+    found.push_back(like(float32_master(param, /*stepping=*/false).detach(), param));
   return found;
 }
 
 void adopt_masters(const Objects& params, const Objects& masters) {
   for (size_t i = 0; i < params.size(); ++i)
-    make_low_bits(params[i])->show(local_of(masters.at(i)), params[i], /*apart=*/true);
+    weight_at(params[i])->set_master(params[i], local_of(masters.at(i)), /*in_groups=*/true);
 }
 
 void follow_masters(const Objects& params, const Objects& masters) {
   take_over_others(params, masters);
-  const WrappedPairs rounded = rounded_pairs(params, masters, true);
+  const WrappedPairs rounded = written_pairs(params, masters, false);
   pass_over_pairs(rounded.params, rounded.masters, [](const Tensors& low, const Tensors& own) {
     average_(own, Tensors(own.size()), low, own, /*decay=*/0);
   });
@@ -92,13 +101,12 @@ void round_masters(const Objects& params, const Objects& masters) {
 
 void round_written_masters(const Objects& params, const Objects& masters) {
   take_over_others(params, masters);
-  const WrappedPairs written = rounded_pairs(params, masters, false);
+  const WrappedPairs written = written_pairs(params, masters, true);
   round_pairs(written.params, written.masters);
 }
 
 void stamp_masters(const Objects& params) {
-  for (const py::object& param : params)
-    make_low_bits(param)->stamp(tensor_of(param), local_of(param));
+  for (const py::object& param : params) weight_at(param)->stamp(tensor_of(param), local_of(param));
 }
 
 void bind_wrapped_masters(py::module_& m) {

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from amp_mp import _C
 from amp_mp.apex.fp16_utils import tofp16
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.messages import say
@@ -15,7 +16,6 @@ from amp_mp.model.convert import have_masters
 from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.model.selection import named_tensors
 from amp_mp.nested import map_tensors
-from amp_mp.optim.state.low_bits import float32_of
 from amp_mp.scaling.policies import Backoff, ScalePolicy
 from amp_mp.wrappers.carriers import Carrier, InMasters, carrier_for
 from amp_mp.wrappers.larc import without_larc
@@ -62,7 +62,7 @@ def _to_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     for name, tensor in named_tensors(module, recurse=False).items():
         if tensor.dtype not in LOW_PRECISION or prefix + name not in state_dict:
             continue
-        state_dict[prefix + name] = float32_of(tensor, goes_on=True)
+        state_dict[prefix + name] = _C.float32_of(tensor, stepping=True)
 
 
 class LossScaler(ScaledLosses):

@@ -17,8 +17,9 @@ from amp_mp.module_names import without_wrappers
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
+from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import is_dtensor, like, local_of
-from amp_mp.torch_private import COMPILED, EXTRA_STATE
+from amp_mp.torch_private import COMPILED, EXTRA_STATE, tree_map_only
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -96,7 +97,7 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
         low = weight.dtype in LOW_PRECISION
         if weight.dtype == param.dtype and (not low or (masters and name in reading.names)):
             continue
-        values = _C.master_of(weight, masters) if low else None
+        values = _C.master_values(weight, masters) if low else None
         found[name] = weight.float() if values is None else values
     return found
 
@@ -133,29 +134,34 @@ def masters(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """What each low-precision parameter's master is made from, by name and by entry of a state."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, param in named_params(model).items():
-        bits = _C.low_bits_of(param)
-        if bits is None or not bits.is_still(param):
+        record = _C.weight_of(param)
+        if record is None or record.entry is None or not record.is_unwritten(param):
             continue
-        second, *others = bits.tensors
-        if any(each.numel() for each in others):  # a few float32 numbers beside remainders
-            found[name] = {"master": like(low_bits.float32_of(param), param)}
+        master, *others = record.tensors
+        (values,) = _C.masters_beside([param], [False])
+        if values is not None and any(each.numel() for each in others):
+            # A few float32 numbers beside remainders. Where a value is half way between two
+            # weights, it is the number that rounds to this one.
+            found[name] = {"master": like(values, param)}
         else:
-            shown = like(second.detach(), param)
-            found[name] = {bits.entry: as_bytes(shown) if second.dtype == torch.int16 else shown}
+            shown = like(master.detach(), param)
+            found[name] = {record.entry: as_bytes(shown) if master.dtype == torch.int16 else shown}
     return found
 
 
-def way_back_of_bits(params: dict[str, Tensor]) -> Callable[[], None]:
-    """A function that gives the parameters back the low bits that they have now."""
-    known = [(param, bits) for param in params.values() if (bits := _C.low_bits_of(param))]
-    held = [(param, bits, bits.state(param)) for param, bits in known]
+def way_back_of_masters(params: dict[str, Tensor]) -> Callable[[], None]:
+    """A function that gives the parameters back the masters that they have now."""
+    known = [(param, record) for param in params.values() if (record := _C.weight_of(param))]
+    # Copies, because the load writes masters in place.
+    states = [tree_map_only(Tensor, torch.clone, record.state(param)) for param, record in known]
+    held = [(*pair, state) for pair, state in zip(known, states, strict=True)]
 
     def back() -> None:
-        for param, bits, state in held:
+        for param, record, state in held:
             if state is None:
-                bits.drop()
+                record.drop()
             else:
-                bits.set_state(param, state)
+                record.set_state(param, state)
 
     return back
 
@@ -170,21 +176,19 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
         names = {n for n, p in module.named_parameters(recurse=False)}
         low_bits.follow_replaced(module, names)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
-    groups: dict[Tensor, dict[str, Any]] = {}
+    stepped: set[Tensor] = set()
     if fused is not None:
         fused.init_state()  # torch's files lack what amp_mp keeps beside the step count
-        groups = {param: group for group in fused.param_groups for param in group["params"]}
+        stepped = {param for param in params_in(fused.param_groups) if param in fused.state}
     for name, param in reading.params.items():
         if param.dtype not in LOW_PRECISION or name not in reading.weights:
             continue
-        if fused is not None and param in groups and param in fused.state:
-            if name in reading.masters:
-                master = like(reading.masters[name], param)
-                group, state = groups[param], fused.state[param]
-                _C.set_master(group["master"], param, state, master, group)
-        elif _C.low_bits_of(param) is not None and name in reading.masters:
+        record = _C.weight_of(param)
+        if record is not None and param in stepped and name in reading.masters:
+            record.store(param, local_of(reading.masters[name]), exactly=False)
+        elif record is not None and name in reading.masters:
             low_bits.keep(param, reading.masters[name])
-        else:
+        elif param not in stepped:
             low_bits.drop(param)
     if fused is not None:
         stepper_of(fused).forget()

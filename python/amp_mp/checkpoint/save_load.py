@@ -197,7 +197,7 @@ def load(
         found = rebuilt(contents, {key: reading.others[key] for key in contents.others})
     reading.states.clear()  # masters that became float32 values are in memory no longer
     with ExitStack() as undo:
-        undo.callback(model_part.way_back_of_bits(params))
+        undo.callback(model_part.way_back_of_masters(params))
         model_part.load_weights(model, reading, undo)
         if optimizer is not None and packed is not None:
             absent = reading.names - reading.weights.keys()

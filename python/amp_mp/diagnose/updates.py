@@ -68,7 +68,7 @@ class UpdateRatios(ExitStack):
 
     Without a master an update of a low-precision parameter is lost where the weight stayed the same
     although its gradient is not zero. Not counted: a step that changed nothing because of inf or
-    NaN in the gradients, and the step in which an amp_mp optimizer makes a parameter's master.
+    NaN in the gradients, and a first step that makes the master of a weight which has none.
     Weights are copied during each step. DTensors count with the shards of this process.
 
     Args:
@@ -188,12 +188,14 @@ class UpdateRatios(ExitStack):
 
 
 def _weight(optimizer: Optimizer, param: Tensor) -> Tensor:
-    """What the update changes: the float32 master in the optimizer's state, or the parameter.
+    """What the update changes: the float32 value of a weight with a master, or the parameter.
 
     A DTensor gives this process's shard.
     """
-    master = _C.master_of(param, optimizer.state.get(param, {}))
-    return local_of(param if master is None else master)
+    record = _C.weight_of(param)
+    if record is None or record.entry is None:
+        return local_of(param)
+    return _C.float32_of(param, stepping=bool(optimizer.state.get(param)))
 
 
 def _layer(name: str) -> str:

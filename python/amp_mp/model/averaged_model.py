@@ -1,5 +1,6 @@
 """Averages of a model's weights, taken of the optimizer's masters."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.edit_blocks import refuse_swapped, swapped
 from amp_mp.optim.state.stored_formats import split_name
 from amp_mp.optim.step.cuda_graphs import is_capturing
-from amp_mp.param_groups import params_in
+from amp_mp.param_groups import params_in, stepped_params
 
 FORMAT = "split32"  # of an average of low-precision weights
 
@@ -62,6 +63,7 @@ class AveragedModel(nn.Module):
 
     n_averaged: Tensor
     _followed: tuple[nn.Module] | None  # in a tuple the model is not a submodule
+    _optimizers: tuple[weakref.ref[Any], ...]
 
     def __init__(
         self,
@@ -109,7 +111,9 @@ class AveragedModel(nn.Module):
                     f"optimizer must be an optimizer or None, found {each!r}; decay, use_buffers "
                     "and device are given by name"
                 )
-        self._followed, self._goes_on = (model,), optimizer is not None
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        self._optimizers = tuple(weakref.ref(each) for each in given if each is not None)
+        self._followed = (model,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The averaged module's forward."""
@@ -164,8 +168,8 @@ class AveragedModel(nn.Module):
                 )
 
         refuse_swapped(live, "swap()")
-        known = [(tensor, bits) for tensor in live if (bits := _C.low_bits_of(tensor))]
-        unwritten = [(tensor, bits) for tensor, bits in known if bits.is_still(tensor)]
+        known = [(tensor, record) for tensor in live if (record := _C.weight_of(tensor))]
+        unwritten = [(t, record) for t, record in known if record.is_unwritten(t)]
         saved = [tensor.detach().clone() for tensor in live]
         written: list[str] = []
 
@@ -175,8 +179,8 @@ class AveragedModel(nn.Module):
                 return
             _write(live, saved)
             _C.used_on_current_stream(saved)
-            for tensor, bits in unwritten:
-                bits.stamp(tensor)
+            for tensor, record in unwritten:
+                record.stamp(tensor)
             swapped.difference_update(own)
             hook.remove()
             saved.clear()
@@ -271,7 +275,9 @@ class AveragedModel(nn.Module):
     def _write(self, averages: list[Tensor], live: list[Tensor], moving: int, decay: float) -> None:
         """Moves the first `moving` averages towards the live tensors, and copies the others."""
         remainders = iter(self.remainders._buffers.values())  # buffers() takes microseconds each
-        beside = _C.rests_of(live, self._goes_on)  # remainders or float32 masters
+        optimizers = [each for ref in self._optimizers if (each := ref()) is not None]
+        stepped = stepped_params(optimizers)
+        beside = _C.masters_beside(live, [tensor in stepped for tensor in live])
         native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)
         for index, (average, value, rest) in enumerate(zip(averages, live, beside, strict=True)):
             moves, dtype = index < moving, average.dtype
@@ -302,7 +308,7 @@ class AveragedModel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model, which a copy or a pickle must not contain."""
-        return {**self.__dict__, "_followed": None}
+        return {**self.__dict__, "_followed": None, "_optimizers": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Sets a copy or a pickle up: its averages are not watched, for they have remainders."""

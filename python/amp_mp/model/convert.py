@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from amp_mp import _C
 from amp_mp.casting.products import check_products, choose_products
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype, rounded
 from amp_mp.messages import warn
@@ -145,7 +146,8 @@ def _convert(
         return model
     owners = {id(p): m for m in model.modules() for p in own_parameters(m).values()}
     for tensor, target in targets.values():
-        values = low_bits.float32_of(tensor) if prepares else local_of(tensor).detach().float()
+        has_more = prepares and tensor.dtype in LOW_PRECISION
+        values = _C.float32_of(tensor) if has_more else local_of(tensor).detach().float()
         set_local(tensor, values if target == torch.float32 else rounded(values, target))
         if prepares and target == dtype and isinstance(tensor, nn.Parameter):
             low_bits.keep(tensor, values, owners[id(tensor)])

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.module_names import DDP, is_wrapper, without_wrappers
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.edit_blocks import refuse_swapped
+from amp_mp.param_groups import stepped_params
 from amp_mp.sharding.shards import like, why_foreign
 
 
@@ -19,11 +21,15 @@ def _check_optimizer(optimizer: Any) -> None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, found {optimizer!r}")
 
 
-def _float32_copy(weight: Tensor, goes_on: bool) -> Tensor:
+def _stepped_by(optimizer: Any) -> set[Any]:
+    return set() if optimizer is None else stepped_params([optimizer])
+
+
+def _float32_copy(weight: Tensor, stepped: set[Any]) -> Tensor:
     """A low-precision tensor's float32 values, placed as it; a copy of any other."""
-    if weight.dtype in LOW_PRECISION:
-        return like(low_bits.float32_of(weight, goes_on), weight)
-    return weight.detach().clone()
+    if weight.dtype not in LOW_PRECISION:
+        return weight.detach().clone()
+    return like(_C.float32_of(weight, stepping=weight in stepped), weight)
 
 
 def float32_of(weight: Tensor, optimizer: Optimizer | None = None) -> Tensor:
@@ -38,7 +44,8 @@ def float32_of(weight: Tensor, optimizer: Optimizer | None = None) -> Tensor:
     weight: the Parameter itself, float16, bfloat16 or float32: other tensors of the same memory,
     such as `.data`, have no bits. Where there are none, the value is the weight's. A weight that
     a script has written since the last step counts as it is, as for a new optimizer.
-    optimizer: the one that goes on; then the bits count also beside what was written. Default None.
+    optimizer: the one that goes on; where it has state for the weight, the bits count also beside
+    what was written. Default None.
 
     TypeError for what is no tensor, for a tensor of another dtype, and for no optimizer;
     RuntimeError inside of AveragedModel.swap.
@@ -55,7 +62,7 @@ def float32_of(weight: Tensor, optimizer: Optimizer | None = None) -> Tensor:
         )
     _check_optimizer(optimizer)
     refuse_swapped([weight], "float32_of()")
-    return _float32_copy(weight, goes_on=optimizer is not None)
+    return _float32_copy(weight, _stepped_by(optimizer))
 
 
 def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -68,16 +75,16 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
     with their placements; no process sends anything.
 
     A weight that a script has written since the last step counts as it is, as for a new optimizer.
-    optimizer: the one that goes on; then the bits of such weights are in the result, too
-    (docs/between_steps.md). TypeError for no optimizer.
+    optimizer: the one that goes on; then the bits of such weights are in the result, too, where it
+    has state for them (docs/between_steps.md). TypeError for no optimizer.
     """
     _check_optimizer(optimizer)
     refuse_swapped(model.parameters(), "float32_state_dict()")
-    found, goes_on = model.state_dict(keep_vars=True), optimizer is not None
+    found, stepped = model.state_dict(keep_vars=True), _stepped_by(optimizer)
     made: dict[int, Any] = {}
     for value in {id(each): each for each in found.values()}.values():
         is_tensor = isinstance(value, Tensor)
-        made[id(value)] = _float32_copy(value, goes_on) if is_tensor else value
+        made[id(value)] = _float32_copy(value, stepped) if is_tensor else value
     return {name: made[id(value)] for name, value in found.items()}
 
 

@@ -277,7 +277,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         param_groups have norm_history, and the host waits for the device.
         """
         self._show_history()
-        _C.renew_masters(self.param_groups, self.state)
+        _C.put_entries(self.param_groups, self.state)
         return shown_state(self, self._rules, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -352,16 +352,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._make_stepper()
             self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
             params = params_in(self.param_groups)
-            _C.show_masters(params, [self.state.get(p) for p in params], is_copy=True)
+            weights = vars(self).pop("_weights", None)
+            _C.set_weight_states(params, weights or [None] * len(params))
+            _C.put_entries(self.param_groups, self.state, takes=weights is None)
         for group in self.param_groups:  # a torch.optim checkpoint lacks some keys
             self._complete(group)
         self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What torch pickles, and the fused optimizers' own arguments."""
+        """What torch pickles, the fused optimizers' own arguments, and the weights' masters."""
         self._show_history()
-        _C.renew_masters(self.param_groups, self.state)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in PICKLED}}
+        _C.put_entries(self.param_groups, self.state)
+        weights = _C.weight_states(params_in(self.param_groups))
+        own = {name: getattr(self, name) for name in PICKLED}
+        return {**super().__getstate__(), **own, "_weights": weights}
 
 
 def stepper_of(optimizer: FusedOptimizer) -> Stepper:
@@ -382,12 +386,5 @@ def forget(optimizer: FusedOptimizer) -> None:
     at once and not at the next step.
     """
     optimizer._stepper.forget()
-    groups, state = optimizer.param_groups, optimizer.state
-    params = params_in(groups)
-    _C.renew_masters(groups, state)
-    _C.show_masters(params, [state.get(param) for param in params])
-    for param in params:
-        bits = _C.low_bits_of(param)
-        _C.let_go(param)
-        if bits is not None and _C.low_bits_of(param) is None:
-            bits.drop()  # a prepared module holds them; the state has what they were
+    _C.put_entries(optimizer.param_groups, optimizer.state)
+    _C.release_weights(params_in(optimizer.param_groups))

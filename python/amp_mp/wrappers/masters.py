@@ -17,17 +17,8 @@ from amp_mp.optim.rule import NO_STATES
 from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
-from amp_mp.param_groups import ParamInfo, param_infos, params_in
-from amp_mp.sharding.shards import why_foreign
-
-
-def low_params(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """The parameter of each master in param_groups, which all wrappers of the optimizer share.
-
-    Not an attribute of the master: a weight's record has the master, and would keep the weight.
-    """
-    found: dict[Tensor, Tensor] = vars(optimizer).setdefault("_amp_mp_low_params", {})
-    return found
+from amp_mp.param_groups import ParamInfo, low_params, param_infos, params_in
+from amp_mp.sharding.shards import like, why_foreign
 
 
 def model_params(optimizer: Optimizer) -> list[Tensor]:
@@ -232,17 +223,22 @@ class FusedMasters(Masters):
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
-        """The model's low-precision parameters, also those without masters (master="none")."""
-        groups = self.groups()
-        return [[p for p in g if p.requires_grad and p.dtype in LOW_PRECISION] for g in groups]
+        """The model's low-precision parameters, also those without masters (master="none").
+
+        Frozen ones are among them once they have state, so that a snapshot from before fits.
+        """
+        known = self.optimizer.state
+        low = [[p for p in group if p.dtype in LOW_PRECISION] for group in self.groups()]
+        return [[p for p in params if p.requires_grad or known.get(p)] for params in low]
 
     def grouped_pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """As in Masters, but the masters are copies, to be read only."""
         state, own = self.optimizer.state, self.fp16_groups
         if any(param not in state for param in chain(*own)):
             self.optimizer.init_state()
-        groups = [[(p, _C.master_of(p, state[p])) for p in params] for params in own]
-        return [[(p, m) for p, m in pairs if m is not None] for pairs in groups]
+        records = [[(p, _C.weight_of(p)) for p in params] for params in own]
+        low = [[p for p, record in rows if record and record.entry] for rows in records]
+        return [[(p, like(_C.float32_of(p, True), p)) for p in params] for params in low]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """See grouped_pairs."""
@@ -259,4 +255,10 @@ class FusedMasters(Masters):
         indices = chain(*(group["params"] for group in optimizer["param_groups"]))
         states = (optimizer["state"].get(index, {}) for index in indices)
         saved = dict(zip(chain(*self.groups()), states, strict=True))
-        return [[saved[p].get("master", m) for p, m in pairs] for pairs in self.grouped_pairs()]
+        found: list[list[Tensor]] = []
+        for group, pairs in zip(self.optimizer.param_groups, self.grouped_pairs(), strict=True):
+            # Where another optimizer has left remainders, the master that a load makes of them.
+            makes = _C.float32_master if group["master"] == "float32" else None
+            own = [(p, makes(p) if makes else m) for p, m in pairs]
+            found.append([saved[p].get("master", m) for p, m in own])
+        return found

@@ -74,13 +74,8 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fewer rules than groups": (states_for(0), ValueError, "0 rules, but 1 param_groups"),
     "more rules than groups": (states_for(2), ValueError, "2 rules, but 1 param_groups"),
     "a state that is not a dict": (state_that_is(7), TypeError, "the state of w must be a dict"),
-    "a master of float32": (
-        lambda: _C.set_master("float32", torch.zeros(4), {}),
-        TypeError,
-        "must be float16 or bfloat16",
-    ),
     "a parameter that is not a tensor": (
-        lambda: _C.master_beside(3, {}),  # type: ignore[arg-type]
+        lambda: _C.float32_of(3),  # type: ignore[arg-type]
         TypeError,
         "a tensor is needed, found 3",
     ),
@@ -94,23 +89,23 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "part .* 2 dimensions",
     ),
-    "low bits of float32": (
-        lambda: _C.make_low_bits(FLOAT32).keep(FLOAT32, torch.zeros(4)),
+    "values of float32": (
+        lambda: _C.weight_at(FLOAT32).store(FLOAT32, torch.zeros(4)),
         TypeError,
         "must be float16 or bfloat16",
     ),
-    "low bits of another shape": (
-        lambda: _C.make_low_bits(BF16).keep(BF16, torch.zeros(1)),
+    "values of another shape": (
+        lambda: _C.weight_at(BF16).store(BF16, torch.zeros(1)),
         ValueError,
         r"values .*\[1\].* of the weight's shape",
     ),
-    "low bits of float64": (
-        lambda: _C.make_low_bits(BF16).keep(BF16, torch.zeros(4, dtype=torch.float64)),
+    "values of float64": (
+        lambda: _C.weight_at(BF16).store(BF16, torch.zeros(4, dtype=torch.float64)),
         TypeError,
         "values .* must be float32",
     ),
-    "low bits of what is not a tensor": (
-        lambda: _C.make_low_bits(3),  # type: ignore[arg-type]
+    "values of what is not a tensor": (
+        lambda: _C.weight_at(3),  # type: ignore[arg-type]
         TypeError,
         "a tensor is needed, found 3",
     ),
@@ -142,11 +137,14 @@ def test_calls_that_end_in_an_error_by_name(case: str) -> None:
         call()
 
 
-def test_a_state_that_is_refused_stays() -> None:
-    state = {"master": torch.zeros(4)}
-    with pytest.raises(TypeError, match="must be float16 or bfloat16"):
-        _C.set_master("float32", torch.zeros(4), state, torch.ones(4))
-    assert list(state) == ["master"]
+@pytest.mark.parametrize("given", [torch.zeros(4).double(), torch.zeros(3)])
+def test_a_master_that_does_not_go_with_its_weight_changes_nothing(given: torch.Tensor) -> None:
+    param, state = torch.ones(4, dtype=torch.bfloat16), {"master": given}
+    _C.weight_at(param).store(param, torch.full((4,), 1.001))
+    with pytest.raises(ValueError, match="does not go with the weight"):
+        _C.take_entries([param], [state])
+    assert state["master"] is given
+    assert torch.equal(_C.float32_of(param), torch.full((4,), 1.001))
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""Follows the low bits of a model's weights through loading, copying and sharding.
+"""Follows the float32 values of a model's weights through loading, copying and sharding.
 
-A weight's bits are those that rounding its float32 value cut off (csrc/torch/state/low_bits.h).
-`prepare`, loads, optimizers and FP16_Optimizer put them beside the weight, and they live as long as
-it does. Everything here is about a DTensor's shard on this process.
+What rounding cuts off from a weight is in its record (csrc/torch/weights/weight.h). Everything here
+is about a DTensor's shard on this process.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -17,24 +16,13 @@ from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.optim.state.replaced import ReplacedCheck, assigned
 from amp_mp.sharding.shards import is_dtensor, local_of, part
 
-# The bits of the plain parameters, by name, of the modules that `prepare` has converted. They tell
+# The records of the parameters, by name, of the modules that `prepare` has converted. They tell
 # what sharding and to_empty have replaced.
-_prepared: MutableMapping[nn.Module, dict[str, _C.LowBits]] = WeakKeyDictionary()
+_prepared: MutableMapping[nn.Module, dict[str, _C.Weight]] = WeakKeyDictionary()
 # Modules with low-precision tensors, converted or copied since the last step (model/moving.py).
 unwatched = WeakSet[nn.Module]()
 # A module's parameters and their values in a state dict, between its two hooks.
 _given: MutableMapping[nn.Module, dict[str, tuple[Any, Tensor]]] = WeakKeyDictionary()
-
-
-def float32_of(param: Tensor, goes_on: bool = False) -> Tensor:
-    """The parameter's float32 values, a plain tensor: the weight and the bits beside it.
-
-    The weight alone where there are no bits, or where anything but an optimizer of amp_mp has
-    written it since; with goes_on the bits count also then, as for the optimizer that stepped it.
-    """
-    bits = _C.low_bits_of(param)
-    values = None if bits is None else bits.values(param, goes_on)
-    return local_of(param).detach().float() if values is None else values
 
 
 def keep(param: Tensor, values: Tensor, owner: nn.Module | None = None) -> None:
@@ -43,23 +31,23 @@ def keep(param: Tensor, values: Tensor, owner: nn.Module | None = None) -> None:
     values: a DTensor's part on this process. owner: the parameter's module, through which a DTensor
     is found after Module.to.
     """
-    bits = _C.make_low_bits(param, owner)
-    trains = param.requires_grad or bits.is_taken
+    record = _C.weight_at(param, owner)
+    trains = param.requires_grad or record.is_stepped
     if trains and not local_of(param).is_meta:
-        bits.keep(param, values.detach())
+        record.store(param, values.detach())
     else:
-        bits.drop()
+        record.drop()
 
 
 def drop(param: Tensor) -> None:
-    """Frees a parameter's bits. An optimizer's state keeps what it shows."""
-    if (bits := _C.low_bits_of(param)) is not None:
-        bits.drop()
+    """Frees a parameter's master. An optimizer's state keeps what it shows."""
+    if (record := _C.weight_of(param)) is not None:
+        record.drop()
 
 
 def taken_float32(param: Tensor) -> Tensor:
-    """The parameter's float32 values, for a master that a script steps itself: the bits go."""
-    values = float32_of(param)
+    """The parameter's float32 values, for a master that a script steps itself: its own goes."""
+    values = _C.float32_of(param)
     drop(param)
     return values
 
@@ -76,25 +64,25 @@ def drop_low_bits(model: nn.Module) -> None:
 
 def is_prepared(param: Tensor) -> bool:
     """Whether `prepare` has converted the parameter."""
-    bits = _C.low_bits_of(param)
-    return bits is not None and bits.is_prepared
+    record = _C.weight_of(param)
+    return record is not None and record.is_prepared
 
 
 def tensors_of(param: Tensor) -> list[Tensor]:
     """What is kept beside a parameter; it is freed here if the parameter was written since."""
-    bits = _C.low_bits_of(param)
-    if bits is None:
+    record = _C.weight_of(param)
+    if record is None:
         return []
-    if not bits.is_taken and not bits.is_still(param):
-        bits.drop()
-    return bits.tensors
+    if not record.is_stepped and not record.is_unwritten(param):
+        record.drop()
+    return record.tensors
 
 
 def refuse_lost(param: Tensor) -> None:
-    """RuntimeError for a DTensor that has replaced a parameter with bits."""
+    """RuntimeError for a DTensor that has replaced a parameter with a master."""
     for module, own in list(_prepared.items()):
-        for name, bits in own.items():
-            if bits.is_lost and module._parameters.get(name) is param:
+        for name, record in own.items():
+            if record.is_lost and module._parameters.get(name) is param:
                 raise RuntimeError(
                     f"{type(module).__name__}.{name}, a DTensor of shape {tuple(param.shape)}, was "
                     "prepared before it was sharded; sharding made a new Parameter, and the "
@@ -117,9 +105,8 @@ def _mark(module: nn.Module, params: Mapping[str, Tensor]) -> None:
     """Notes parameters of a module as prepared."""
     own = _prepared.setdefault(module, {})
     for name, param in params.items():
-        bits = _C.make_low_bits(param, module)
-        bits.is_prepared = True
-        own[name] = bits
+        own[name] = _C.weight_at(param, module)
+        own[name].is_prepared = True
 
 
 def track(module: nn.Module) -> None:
@@ -146,7 +133,7 @@ def keeps_loads(module: nn.Module) -> list[Any]:
 class _BeforeLoad:
     """A module's hook that notes the values which load_state_dict is about to round.
 
-    deepcopy and pickle copy it with its module, and with it the bits of the parameters.
+    deepcopy and pickle copy it with its module, and with it the parameters' masters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -164,10 +151,10 @@ class _BeforeLoad:
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()
         own = {} if module is None else own_parameters(module)
-        found = {n: (p, bits) for n, p in own.items() if (bits := _C.low_bits_of(p))}
+        found = {n: (p, record) for n, p in own.items() if (record := _C.weight_of(p))}
         return _restored, (
             module,
-            {n: (p, b.is_prepared, b.state(p)) for n, (p, b) in found.items()},
+            {n: (p, record.is_prepared, record.state(p)) for n, (p, record) in found.items()},
         )
 
 
@@ -177,13 +164,15 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _restored(module: nn.Module, known: dict[str, tuple[nn.Parameter, bool, Any]]) -> _BeforeLoad:
-    """The hook of a copied module, whose parameters have the bits that those of the original do."""
+    """The hook of a copied module, whose parameters have masters as those of the original do."""
     unwatched.add(module)
     for name, (param, prepared, state) in known.items():
         if prepared:
             _mark(module, {name: param})  # by name: the module has no parameters yet
         if state is not None:
-            _C.make_low_bits(param, module).set_state(param, state)
+            if len(state) == 5:  # a pickle of before: with a checksum nobody had stepped it
+                state = (*state, state[3] is None)
+            _C.weight_at(param, module).set_state(param, state)
     return _BeforeLoad(module)
 
 
@@ -206,5 +195,5 @@ def _after_load(module: nn.Module, _: Any) -> None:
             values = torch.empty_like(weight, dtype=torch.float32).copy_(part(value, param))
             loaded = rounded(values, param.dtype) == weight
             keep(param, torch.where(loaded, values, weight.float()), module)
-        elif (bits := _C.low_bits_of(param)) is not None and not bits.is_taken:
-            bits.drop()
+        elif (record := _C.weight_of(param)) is not None and not record.is_stepped:
+            record.drop()

@@ -1,6 +1,6 @@
 """Warnings of an optimizer whose parameters are not, or not any more, those of the model."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,18 +36,28 @@ class ReplacedCheck:
         """A parameter has a gradient, which the step under way does not see."""
         self._had_gradient = True
 
-    def check_gradients(self, params: Iterable[tuple[Tensor, ParamInfo]]) -> None:
-        """Warns once where none of the trainable parameters has had a gradient so far."""
-        trainable = [] if self._had_gradient else [row for row in params if row[0].requires_grad]
-        if not trainable:
+    def check_gradients(
+        self, params: list[Tensor], infos: Callable[[], Iterable[tuple[Tensor, ParamInfo]]]
+    ) -> None:
+        """Warns once where none of the trainable parameters has had a gradient so far.
+
+        infos: gives the parameters with their places, for the warning.
+        """
+        if self._had_gradient:
             return
-        self._had_gradient = True
-        if all(param.grad is None for param, _ in trainable):
-            param, info = trainable[0]
-            warn(
-                "no parameter of this optimizer has a gradient, nor had one before, so the step "
-                f"changes nothing; the first is {info.label}, of shape {tuple(param.shape)}. If "
-                "backward was called, the model has other parameters: fully_shard, "
-                "parallelize_module and load_state_dict(assign=True) replace them. Make the "
-                "optimizer after that call"
-            )
+        first = None
+        for param in params:
+            if param.requires_grad and first is None:
+                first, self._had_gradient = param, True
+            if param.requires_grad and param.grad is not None:
+                return
+        if first is None:
+            return
+        param, info = next(row for row in infos() if row[0] is first)
+        warn(
+            "no parameter of this optimizer has a gradient, nor had one before, so the step "
+            f"changes nothing; the first is {info.label}, of shape {tuple(param.shape)}. If "
+            "backward was called, the model has other parameters: fully_shard, "
+            "parallelize_module and load_state_dict(assign=True) replace them. Make the "
+            "optimizer after that call"
+        )

@@ -13,7 +13,7 @@ from amp_mp import _C
 from amp_mp.optim.options import as_python
 from amp_mp.optim.rule import Rule
 from amp_mp.optim.state.check_loadable import by_names, check_loadable, check_parts, without_repeats
-from amp_mp.optim.state.stored_formats import as_bytes
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
 from amp_mp.param_groups import params_in
 
 
@@ -51,7 +51,6 @@ def load_state(
     own = [{name: g[name] for name in kept if name in g} for g in groups]
     before = dict(vars(optimizer), defaults=dict(optimizer.defaults))  # torch adds to them
     made: list[dict[str, Any] | None] = []  # of each parameter
-    undo: list[tuple[Tensor, Tensor]] = []  # weights that other masters round otherwise, as before
 
     def check(_: Any, found: dict[str, Any]) -> dict[str, Any]:
         found = without_repeats(found)
@@ -61,10 +60,9 @@ def load_state(
         hooks = optimizer._optimizer_load_state_dict_pre_hooks
         if found["state"] is not checked or len(hooks) > 1:
             check_loadable(found, params, stepper)
-        _C.renew_masters(groups, optimizer.state)  # a file of torch's has no masters: these stay
         entries = _C.SavedEntries(stepper.rules)
         seed = optimizer.defaults["seed"]
-        made.extend(_C.restored(entries, groups, optimizer.state, found, seed, undo))
+        made.extend(_C.restored(entries, groups, found, seed))
         own_numbers = {number for group in found["param_groups"] for number in group["params"]}
         others = {k: v for k, v in found["state"].items() if k not in own_numbers}
         return {**found, "state": others}
@@ -86,12 +84,8 @@ def load_state(
             load(state_dict)
     except BaseException:
         vars(optimizer).update(before)
-        with torch.no_grad():
-            for weight, values in undo:
-                weight.copy_(values)
         raise
-    del before  # frees the old states, whose masters then need not learn of the new ones
-    _C.show_masters(params, made)
+    _C.take_entries(params, made)
 
 
 def shown_state(
@@ -110,8 +104,10 @@ def shown_state(
             group.update((key, as_python(value)) for key, value in group.items() if key != "params")
         for param, state in found["state"].items():
             if isinstance(state, dict):  # a new one: this one is the optimizer's own
-                held = {n: v for n, v in state.items() if n in in_bytes and isinstance(v, Tensor)}
-                shown = {name: as_bytes(value) for name, value in held.items()}
+                held = {n: v for n, v in state.items() if isinstance(v, Tensor)}
+                # A tensor of its own: the state's becomes empty when another master replaces it.
+                shown = {n: v.detach() for n, v in held.items() if n in MASTER_ENTRIES}
+                shown |= {n: as_bytes(v) for n, v in held.items() if n in in_bytes}
                 found["state"][param] = {**state, **shown}
 
     with own_hook(optimizer._optimizer_state_dict_post_hooks, as_shown):

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ class Hooks:
             try:
                 check_choices(group)
                 for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
-                    check_choice(name, group[name], KINDS[kind])
+                    if group[name] not in KINDS[kind]:
+                        check_choice(name, group[name], KINDS[kind])
                 if rule.directions is not None:
                     rule.directions.check(group)
                 if "hyperball" in self.own_keys and group.get("hyperball"):
@@ -75,7 +77,8 @@ class Hooks:
             except ValueError as error:
                 raise ValueError(f"param_group {index}: {error}") from None
         offload = [group.get("offload") for group in groups]
-        if any(a != b for a, b in zip(offload, self.offload, strict=False)):
+        count = min(len(offload), len(self.offload))
+        if offload[:count] != self.offload[:count]:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("offload cannot change while a CUDA graph is captured")
             if captured:
@@ -84,7 +87,8 @@ class Hooks:
 
     def check_replaced(self, groups: list[Group]) -> None:
         """Warns where no parameter has had a gradient so far."""
-        self.replaced.check_gradients(param_infos(groups))
+        params = [param for group in groups for param in _C.params_of(group)]
+        self.replaced.check_gradients(params, partial(param_infos, groups))
 
     def warn_of_graph(self) -> None:
         """Warns that a CUDA graph has captured a step of tensors that are no longer these."""

@@ -1,4 +1,4 @@
-#include "torch/state/weight_changes.h"
+#include "torch/weights/weight_changes.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
@@ -12,7 +12,7 @@
 #include "torch/bind.h"
 #include "torch/device.h"
 #include "torch/python/objects.h"
-#include "torch/state/low_bits.h"
+#include "torch/weights/weight.h"
 
 namespace amp_mp {
 namespace {

@@ -1,0 +1,353 @@
+#include "torch/weights/weight.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "torch/device.h"
+#include "torch/ops.h"
+#include "torch/state/live_state.h"
+#include "torch/weights/master_tensors.h"
+
+namespace amp_mp {
+namespace {
+
+constexpr int64_t kExceptionBytes = 12;  // an int64 index and a float32 value
+constexpr double kLargestHalf = 65504;
+
+// The sum of a 16-bit tensor's elements as integers; `by_place` also by their places.
+int64_t checksum_of(const at::Tensor& weight, bool by_place) {
+  const at::Tensor bits = weight.view(at::kShort);
+  if (!by_place) return bits.sum(at::kLong).item<int64_t>();
+  uint64_t total = 0;
+  for (int64_t dim = 0; dim < std::max<int64_t>(bits.dim(), 1); ++dim) {
+    std::vector<int64_t> others;
+    for (int64_t d = 0; d < bits.dim(); ++d)
+      if (d != dim) others.push_back(d);
+    const at::Tensor sums =
+        others.empty() ? bits.to(at::kLong) : bits.sum(others, false, at::kLong);
+    const at::Tensor places = at::arange(sums.numel(), sums.options()) * 2 + 1;
+    total = 31 * total + uint64_t((sums.flatten() * places).sum().item<int64_t>());
+  }
+  return int64_t(total);
+}
+
+bool rounds_to(const at::Tensor& values, const at::Tensor& weight) {
+  if (values.sizes() != weight.sizes()) return false;
+  const bool is_half = weight.scalar_type() == at::kHalf;
+  const double limit = is_half ? kLargestHalf : std::numeric_limits<double>::infinity();
+  const at::Tensor wanted =
+      values.clamp(-limit, limit).to(weight.scalar_type()).to(weight.device());
+  const at::Tensor both_nan = wanted.isnan().logical_and(weight.isnan());
+  return wanted.eq(weight).logical_or(both_nan).all().item<bool>();
+}
+
+// Flat indices and values of the elements in which `found` differs; none if float32 takes less
+// memory.
+std::optional<std::pair<at::Tensor, at::Tensor>> exceptions(const at::Tensor& values,
+                                                            const at::Tensor& found) {
+  const at::Tensor wrong = found.view(at::kInt).ne(values.view(at::kInt));
+  const at::Tensor indices = wrong.flatten().nonzero().flatten();
+  if (kExceptionBytes * indices.numel() > 2 * values.numel()) return std::nullopt;
+  return std::pair(indices, values.flatten().index_select(0, indices));
+}
+
+at::Tensor detached_local(py::handle param) { return local_of(param).detach(); }
+
+}  // namespace
+
+// Reading.
+
+bool Weight::fits(const at::Tensor& weight) const {
+  return master_.defined() && dtype_ == weight.scalar_type() && master_.sizes() == weight.sizes();
+}
+
+bool Weight::is_unwritten(py::handle param) const {
+  const at::Tensor weight = local_of(param);
+  if (!fits(weight)) return false;
+  const bool by_place = is_dtensor(param);
+  if (!stored_) return param_.still(tensor_of(param)) && local_.not_advanced(weight);
+  // The counter sees all writes but those through `.data`, the checksum sees these. It alone is not
+  // enough: DistributedDataParallel sends rank 0's rounded weights to all ranks; rank 0 alone would
+  // keep its values, and masters would differ between ranks. Nothing sends shards, so for them a
+  // checksum that also sees the elements' places is enough.
+  if (!by_place && !param_.still(weight)) return false;
+  const at::NoGradGuard no_grad;
+  if (!stored_->indices.defined()) return rounds_to(master_, weight);
+  return checksum_of(weight, by_place) == stored_->checksum;
+}
+
+at::Tensor Weight::decoded(const at::Tensor& weight, bool exactly) const {
+  const at::NoGradGuard no_grad;
+  used_on_current_stream(master_);
+  const bool is_all = exactly && stored_ && !stored_->indices.defined();
+  if (is_master_written() || is_all) return copy_as(master_.detach(), at::kFloat, weight);
+  const at::Tensor found = master_values(weight, master_.detach());
+  if (!exactly || !stored_ || stored_->indices.numel() == 0) return found;
+  const at::Device device = weight.device();
+  used_on_current_stream(stored_->indices);
+  used_on_current_stream(stored_->values);
+  const at::Tensor corrected =
+      found.flatten().index_copy(0, stored_->indices.to(device), stored_->values.to(device));
+  return found.copy_(corrected.view(found.sizes()));
+}
+
+at::Tensor Weight::values(py::handle param, bool stepping) const {
+  const at::Tensor weight = detached_local(param);
+  if (!fits(weight)) return {};
+  const bool unwritten = is_unwritten(param);
+  const bool counts = unwritten || is_master_written() || (stepping && is_stepped_);
+  return counts ? decoded(weight, unwritten) : at::Tensor();
+}
+
+at::Tensor Weight::beside(py::handle param, bool stepping) const {
+  const at::Tensor weight = detached_local(param);
+  const bool is_whole = !stored_ && fits(weight) && !is_master_written();
+  if (is_whole && (stepping || is_unwritten(param))) return master_.detach();
+  const at::Tensor found = values(param, stepping);
+  return found.defined() ? amp_mp::beside(found, weight, at::kFloat) : found;
+}
+
+at::Tensor float32_of(py::handle param, bool stepping) {
+  const WeightRecord record = weight_of(param);
+  const at::Tensor found = record ? record->values(param, stepping) : at::Tensor();
+  const at::Tensor weight = detached_local(param);
+  return found.defined() ? found : weight.to(at::kFloat, false, /*copy=*/true);
+}
+
+// Writing.
+
+void Weight::store(py::handle param, const at::Tensor& given, bool exactly) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor weight = detached_local(param);
+  TORCH_CHECK_TYPE(is_low_precision(weight), "amp_mp: the weight (", describe(weight),
+                   ") must be float16 or bfloat16");
+  TORCH_CHECK_VALUE(given.sizes() == weight.sizes(), "amp_mp: values (", describe(given),
+                    ") must be of the weight's shape (", describe(weight), ")");
+  const at::Tensor values = placed(given, weight);
+  TORCH_CHECK_TYPE(values.scalar_type() == at::kFloat, "amp_mp: values (", describe(values),
+                   ") must be float32");
+  stored_.reset();
+  const bool in_place = is_stepped_ && fits(weight) && is_beside(master_, weight);
+  if (!in_place || !store_in_place(param, values, exactly)) store_anew(param, values);
+}
+
+// The weight becomes what the master's format rounds to; half way between two weights it may be the
+// other one.
+bool Weight::store_in_place(py::handle param, const at::Tensor& values, bool exactly) {
+  const at::Tensor weight = detached_local(param);
+  used_on_current_stream(master_);
+  at::Tensor own = at::empty_like(weight), made = at::empty_like(master_.detach());
+  store_values(values, *master_in(own, made));
+  const at::Tensor inexact = master_values(own, made).view(at::kInt).ne(values.view(at::kInt));
+  if (exactly && inexact.any().item<bool>()) {  // there the weight stays what the value rounds to
+    made = at::where(inexact, amp_mp::beside(values, weight, made.scalar_type()), made);
+    own = at::where(inexact, weight, own);
+  }
+  const auto few = exceptions(values, master_values(own, made));
+  if (!few && exactly) return false;
+  weight.view(at::kShort).copy_(own.view(at::kShort));
+  at::Tensor(master_).copy_(made);
+  stamp(tensor_of(param), weight);
+  if (few && master_.scalar_type() != at::kFloat)
+    stored_ =
+        std::make_unique<Stored>(checksum_of(weight, is_dtensor(param)), few->first, few->second);
+  return true;
+}
+
+void Weight::store_anew(py::handle param, const at::Tensor& values) {
+  const at::Tensor weight = detached_local(param);
+  const bool native = (weight.is_cpu() || weight.is_cuda()) && !is_subclass(weight);
+  if (native && weight.numel() > 0) {
+    const at::Tensor rest = amp_mp::beside(values, weight, at::kShort);
+    if (const auto few = exceptions(values, master_values(weight, rest))) {
+      replace(rest, weight);
+      stored_ =
+          std::make_unique<Stored>(checksum_of(weight, is_dtensor(param)), few->first, few->second);
+    }
+  }
+  if (!stored_) {
+    replace(values, weight);
+    stored_ = std::make_unique<Stored>();
+  }
+  stamp(tensor_of(param), local_of(param));
+}
+
+at::Tensor Weight::master_for(py::handle param, const MasterEntry& entry, bool stepping) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor weight = detached_local(param);
+  if (stepping && is_stepped_ && master_.defined() && dtype_ != weight.scalar_type() &&
+      master_.scalar_type() == at::kFloat)
+    dtype_ = weight.scalar_type();  // a float32 master goes with weights of both dtypes
+  const bool fitting = fits(weight);
+  if (fitting && is_master_written()) {
+    copy_({weight}, {placed(master_.detach(), weight)}, std::nullopt, 1.0, /*saturate=*/true);
+    bump_version(tensor_of(param));
+    stamp(tensor_of(param), local_of(param));
+  }
+  const bool unwritten = fitting && is_unwritten(param);
+  if (unwritten || (fitting && stepping && is_stepped_)) {
+    is_stepped_ = true;
+    if (master_.scalar_type() == entry.dtype) {
+      const at::Tensor here = placed(master_, weight);
+      if (!here.is_same(master_)) replace(here, weight);
+      return master_;
+    }
+    const at::Tensor values = decoded(weight, unwritten);
+    replace(amp_mp::beside(values, weight, entry.dtype), weight);
+  } else if (entry.dtype == at::kFloat) {
+    replace(copy_as(weight, at::kFloat, weight), weight);
+  } else {  // the weight is the master, and remainders are 0
+    replace(at::zeros_like(weight, weight.options().dtype(entry.dtype)), weight);
+  }
+  is_stepped_ = true;
+  stepped(tensor_of(param), local_of(param));
+  return master_;
+}
+
+void Weight::set_master(py::handle param, const at::Tensor& master, bool in_groups) {
+  const at::Tensor weight = local_of(param);
+  if (!master_.is_same(master)) replace(master, weight);
+  is_stepped_ = true;
+  is_in_groups_ = in_groups;
+  stepped(tensor_of(param), weight);
+}
+
+void Weight::replace(const at::Tensor& master, const at::Tensor& weight) {
+  used_on_current_stream(master_);  // maybe from another stream, and dropped here
+  if (const at::Tensor earlier = present_shown(); earlier.defined())
+    earlier.set_(at::empty({0}, earlier.options()).storage());
+  shown_.reset();
+  master_ = master;
+  dtype_ = weight.scalar_type();
+  is_in_groups_ = false;
+}
+
+void Weight::stepped(const at::Tensor& param, const at::Tensor& local) {
+  stored_.reset();
+  stamp(param, local);
+}
+
+void Weight::stamp(const at::Tensor& param, const at::Tensor& local) {
+  param_ = VersionStamp(param);
+  local_ = VersionStamp(local);
+  if (is_in_groups_) written_ = Stamp(master_);
+}
+
+void Weight::drop() {
+  used_on_current_stream(master_);
+  master_.reset();
+  stored_.reset();
+  shown_.reset();
+  is_stepped_ = is_in_groups_ = false;
+}
+
+void Weight::settle(py::handle group, const at::Tensor& local) {
+  if (!master_.defined()) return;
+  const at::Tensor there = settled(group, local, master_);
+  if (there.is_same(master_)) return;
+  replace(there, local);
+}
+
+// What states show, and copies.
+
+at::Tensor Weight::present_shown() const {
+  if (!shown_) return {};
+  auto alive = shown_->lock();
+  return alive ? at::Tensor(std::move(alive)) : at::Tensor();
+}
+
+at::Tensor Weight::shown() {
+  at::Tensor found = present_shown();
+  if (found.defined()) return found;
+  // As detach() makes it, in a third of the time.
+  c10::TensorImpl* const impl = master_.unsafeGetTensorImpl();
+  found = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+  shown_ = WeakTensor(found.getIntrusivePtr());
+  return found;
+}
+
+bool Weight::shows(const at::Tensor& t) const { return present_shown().is_same(t); }
+
+Tensors Weight::tensors() const {
+  if (!master_.defined()) return {};
+  if (!stored_ || !stored_->indices.defined()) return {master_};
+  return {master_, stored_->indices, stored_->values};
+}
+
+py::object Weight::entry() const {
+  if (master_.defined())
+    for (const MasterEntry& each : master_entries())
+      if (each.dtype == master_.scalar_type() && each.weight.value_or(dtype_) == dtype_)
+        return each.entry;
+  return py::none();
+}
+
+void Weight::end() {
+  is_lost_ = master_.defined();
+  drop();
+}
+
+std::optional<Weight::State> Weight::state(py::handle param) const {
+  const bool unwritten = is_unwritten(param);
+  if (!fits(local_of(param)) || (stored_ && !unwritten && !is_stepped_)) return std::nullopt;
+  // The tensor that states show, so that deepcopy and pickle make one copy for both.
+  const at::Tensor shown = present_shown(), master = shown.defined() ? shown : master_.detach();
+  if (!stored_ || !unwritten) return State(master, {}, {}, {}, unwritten, is_stepped_);
+  const auto& [checksum, indices, values] = *stored_;
+  if (!indices.defined()) return State(master, {}, {}, checksum, true, is_stepped_);
+  return State(master, indices, values, checksum, true, is_stepped_);
+}
+
+void Weight::set_state(py::handle param, const State& state) {
+  const auto& [master, indices, values, checksum, unwritten, is_stepped] = state;
+  set_master(param, master);
+  is_stepped_ = is_stepped;
+  if (checksum)
+    stored_ = std::make_unique<Stored>(*checksum, indices.value_or(at::Tensor()),
+                                       values.value_or(at::Tensor()));
+  if (!unwritten) param_ = VersionStamp();
+}
+
+void take_entry(py::handle param, py::handle state) {
+  const at::Tensor weight = local_of(param);
+  if (!is_low_precision(weight)) return;
+  for (const MasterEntry& each : master_entries()) {
+    if (each.weight && *each.weight != weight.scalar_type()) continue;
+    const py::handle found = item_of(state, each.entry);
+    if (!is_tensor(found)) continue;
+    const at::Tensor given = local_of(found);
+    const WeightRecord record = weight_at(param);
+    if (record->shows(given) || (given.numel() == 0 && weight.numel() > 0)) continue;
+    TORCH_CHECK_VALUE(given.scalar_type() == each.dtype && given.sizes() == weight.sizes(),
+                      "amp_mp: the master (", describe(given), ") does not go with the weight (",
+                      describe(weight), ")");
+    record->set_master(param, placed(given, weight));
+    return;
+  }
+}
+
+void put_entry(py::handle param, py::handle state) {
+  const WeightRecord record = weight_of(param);
+  const bool shows = record && is_low_precision(local_of(param));
+  const py::object name = shows ? record->entry() : py::none();
+  for (const MasterEntry& each : master_entries()) {
+    const py::handle found = item_of(state, each.entry);
+    if (!found) continue;
+    const bool is_named = each.entry.is(name) && is_tensor(found);
+    if (is_named && record->shows(local_of(found))) return;
+    // Its memory may be another stream's, whose allocator would reuse it while this stream reads.
+    if (is_tensor(found)) used_on_current_stream(local_of(found));
+    drop_item(state, each.entry);
+  }
+  if (name.is_none()) return;
+  set_item(state, name, like(record->shown(), param));
+}
+
+}  // namespace amp_mp

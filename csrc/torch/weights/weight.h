@@ -1,0 +1,164 @@
+#pragma once
+// Where the float32 value of a weight is, and who may write it.
+//
+// A weight is a parameter in float16 or bfloat16, or a DTensor's part on this process. Its float32
+// value is the weight itself and the tensor beside it, its *master*: remainders, which hold the
+// bits that rounding cut off, or a float32 tensor. A record, `Weight`, owns the master. It is found
+// by the parameter and ends with it; optimizers, which keep moments, come and go.
+//
+//   who                                     reads by             writes by
+//   prepare, loads of models, checkpoints                        store
+//   a step                                  master_for           the kernels, then stepped
+//   FP16_Optimizer, O2                      the master itself, which is in their param_groups:
+//                                           set_master (wrapped_masters.h)
+//   masters() blocks                        float32_of           master_for, then stepped
+//   averages                                beside
+//   reports, float32 state dicts            float32_of
+//   copies, pickles                         state                set_state
+//   state dicts of optimizers               put_entry            take_entry, by set_master
+//
+// Anybody may write the weight. From then on readers get what was written, and ignore the master.
+// An optimizer that has stepped the weight before passes `stepping`, and gets the master beside
+// what was written: an element that was not written keeps every bit, and one that was rounds to it.
+// A new optimizer begins with the weight alone.
+//
+// `optimizer.state[weight]` shows the master under its name (rule_table.h, MasterEntry), because
+// torch's distributed state dicts load the entries that they find there. No kernel reads it. What a
+// script or a load puts there in its place becomes the master when the optimizer gathers its
+// tensors next, at the start of a step, or at once in load_state_dict. When another master replaces
+// the one that is shown, the shown tensor becomes empty.
+//
+// Everything here needs the GIL, but for stepped and stamp.
+#include <torch/csrc/utils/pybind.h>
+
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "torch/checks.h"
+#include "torch/stamp.h"
+
+namespace py = pybind11;
+
+namespace amp_mp {
+
+struct MasterEntry;
+class WeightChanges;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+class Weight {
+ public:
+  // For copies: the master; exceptions' indices and values, and the checksum; whether the weight is
+  // unwritten, and whether an optimizer has updated the master.
+  using State = std::tuple<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>,
+                           std::optional<int64_t>, bool, bool>;
+
+  // Undefined while the weight is all of its value.
+  const at::Tensor& master() const { return master_; }
+  py::object entry() const;  // the master's name in an optimizer's state; None without a master
+  Tensors tensors() const;   // all that is kept beside the weight
+
+  // The weight's float32 values, a new tensor; undefined if the weight is all of them.
+  at::Tensor values(py::handle param, bool stepping = false) const;
+  // What an average reads beside the weight: the master, or float32 values; or undefined.
+  at::Tensor beside(py::handle param, bool stepping) const;
+
+  // Keeps float32 values that the weight has just been rounded from, exactly, until the weight is
+  // written or stepped. An optimizer's master is written in place if its format can hold them; with
+  // exactly = false in any case, and rounded.
+  void store(py::handle param, const at::Tensor& values, bool exactly = true);
+  // The master that a step updates, in this format, where the weight is: the present one, or one
+  // made of it, or of the weight.
+  at::Tensor master_for(py::handle param, const MasterEntry& entry, bool stepping);
+  // This tensor, which goes with the weight, is the master from now on. in_groups: it is in an
+  // optimizer's param_groups, and scripts may write it.
+  void set_master(py::handle param, const at::Tensor& master, bool in_groups = false);
+  // A step has written weight and master. stamp: the caller has put back the weight's bytes, or has
+  // rounded the master into it, so that the two go together.
+  // local: a DTensor's local tensor, else the parameter.
+  void stepped(const at::Tensor& param, const at::Tensor& local);
+  void stamp(const at::Tensor& param, const at::Tensor& local);
+  void drop();
+
+  // Whether nobody has written the weight since it was stored or stepped.
+  bool is_unwritten(py::handle param) const;
+  // Whether a script has written the master in param_groups since the last step. Then it counts,
+  // whatever the weight is.
+  bool is_master_written() const { return is_in_groups_ && !written_.still(master_); }
+  // Whether an optimizer has updated the master.
+  bool is_stepped() const { return is_stepped_; }
+
+  // Moves the master to the host or back.
+  void settle(py::handle group, const at::Tensor& local);
+  // Another tensor over the master's memory, for optimizers' states to show. When another master
+  // replaces this one, it becomes empty: nobody takes it, or a copy of it, for the present one.
+  at::Tensor shown();
+  bool shows(const at::Tensor& t) const;
+
+  bool is_prepared() const { return is_prepared_; }
+  void set_prepared(bool prepared) { is_prepared_ = prepared; }
+  // The parameter is freed. is_lost: whether it had a master then, which sharding after `prepare`
+  // would lose in silence.
+  void end();
+  bool is_lost() const { return is_lost_; }
+
+  std::optional<State> state(py::handle param) const;
+  void set_state(py::handle param, const State& state);
+
+ private:
+  // The values that weight and master cannot hold after `store`, by flat index (bfloat16:
+  // ties that round down, 4 in a million; float16: below 2^-16 and above 65504). If this would take
+  // more memory than float32, and for weights that native code does not read, the master is the
+  // float32 values themselves, and there are no indices.
+  struct Stored {
+    int64_t checksum;
+    at::Tensor indices, values;
+  };
+
+  bool fits(const at::Tensor& weight) const;
+  bool store_in_place(py::handle param, const at::Tensor& values, bool exactly);
+  void store_anew(py::handle param, const at::Tensor& values);
+  at::Tensor decoded(const at::Tensor& weight, bool exactly) const;
+  at::Tensor present_shown() const;
+  void replace(const at::Tensor& master, const at::Tensor& weight);
+
+  // First the members that each step reads, in one line of the cache.
+  at::Tensor master_;
+  VersionStamp param_, local_;
+  std::unique_ptr<Stored> stored_;
+  at::ScalarType dtype_ = at::kFloat;  // the weight's
+  bool is_stepped_ = false, is_in_groups_ = false;
+  Stamp written_;  // of a master in param_groups, when it was rounded last
+  std::optional<WeakTensor> shown_;
+  bool is_prepared_ = false, is_lost_ = false;
+};
+
+using WeightRecord = std::shared_ptr<Weight>;
+
+// The parameter's record; null if it has none.
+WeightRecord weight_of(py::handle param);
+// The same, new if it has none. owner: the parameter's module, which finds a DTensor even after
+// model.to() and to_empty() have exchanged its insides.
+WeightRecord weight_at(py::handle param, py::handle owner = {});
+// Its master; undefined if there is none.
+at::Tensor master_of(py::handle param);
+// The table's place for the notes of the parameter's changes.
+std::weak_ptr<WeightChanges>& place_of_changes(py::handle param, py::handle owner);
+
+// The float32 values of a parameter of any dtype, a new tensor: of a DTensor's part here.
+at::Tensor float32_of(py::handle param, bool stepping = false);
+
+// One parameter's state in an optimizer. take_entry: what a script, a load or a copy has put there
+// under a master's name becomes the master; ValueError if it does not go with the weight.
+// put_entry: shows the master there, and nothing else under such a name.
+void take_entry(py::handle param, py::handle state);
+void put_entry(py::handle param, py::handle state);
+
+// Ends the weak references to these parameters, so that torch.utils.swap_tensors accepts them. The
+// records stay until the parameters have other insides.
+void release_weights(const std::vector<py::object>& params);
+
+}  // namespace amp_mp
