@@ -70,15 +70,18 @@ class SkippedSteps:
     """Optimizers whose next step is to do nothing, but still counts as a step."""
 
     def __init__(self) -> None:
-        self._hooks: dict[Optimizer, tuple[RemovableHandle, ...]] = {}
+        self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
 
     def add(self, optimizer: Optimizer) -> None:
         """Hides the gradients from the optimizer's next step."""
         if optimizer in self._hooks:
             return  # two overflows before a step are one skip
         aside: list[tuple[Tensor, Tensor]] = []
+        handles: list[RemovableHandle] = []
 
         def before(*_: Any) -> None:
+            if self._hooks.get(optimizer) is not handles:
+                return  # an interrupt came before the handle of this hook was kept
             for param in all_parameters([optimizer]):
                 if param.grad is not None:
                     aside.append((param, param.grad))
@@ -92,7 +95,9 @@ class SkippedSteps:
                 param.grad = grad
 
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks[optimizer] = pre(before), post(after)
+        self._hooks[optimizer] = handles
+        handles.append(pre(before))
+        handles.append(post(after))
 
     def remove(self, optimizer: Optimizer) -> None:
         """Takes back what `add` did."""
@@ -174,8 +179,8 @@ class ScaledLosses:
         if is_first:
             self.report_overflow(scale)
         for each in optimizers if overflow else ():
+            iteration.skipped.append(each)  # first: after an interrupt give_up has to find it
             self._skips.add(each)
-            iteration.skipped.append(each)
 
     def report_overflow(self, before: float) -> None:
         """Says that a step will be skipped; before: the scale of the loss that overflowed."""
