@@ -13,12 +13,15 @@ def params_in(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
+LOW_PARAMS = "_amp_mp_low_params"  # the attribute of an optimizer
+
+
 def low_params(optimizer: Any) -> dict[Tensor, Tensor]:
     """The parameter of each master in param_groups, which all wrappers of the optimizer share.
 
     Not an attribute of the master: a weight's record has the master, and would keep the weight.
     """
-    found: dict[Tensor, Tensor] = vars(optimizer).setdefault("_amp_mp_low_params", {})
+    found: dict[Tensor, Tensor] = vars(optimizer).setdefault(LOW_PARAMS, {})
     return found
 
 
@@ -29,7 +32,7 @@ def stepped_params(optimizers: Iterable[Any]) -> set[Any]:
         found.update(param for param, state in each.state.items() if state)
         while (inner := getattr(each, "optimizer", None)) is not None:  # in FP16_Optimizer, LARC
             each = inner
-        found.update(low_params(each).values())
+        found.update(vars(each).get(LOW_PARAMS, {}).values())
     return found
 
 

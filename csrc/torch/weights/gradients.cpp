@@ -1,21 +1,16 @@
 #include "torch/weights/gradients.h"
 
-#include <c10/core/UndefinedTensorImpl.h>
-#include <c10/util/intrusive_ptr.h>
-
 #include <unordered_map>
 
 #include "torch/bind.h"
 #include "torch/python/objects.h"
-#include "torch/stamp.h"
+#include "torch/weights/weight.h"
 
 namespace amp_mp {
 namespace {
 
-using WeakGradient = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
 struct GradientNote {
-  WeakGradient gradient;  // keeps its address, the note's key, from becoming another gradient's
+  WeakTensor gradient;  // keeps its address, the note's key, from becoming another gradient's
   Stamp stamp;
   std::optional<double> scale;
 };
@@ -46,7 +41,7 @@ bool note_gradients(const py::iterable& params, std::optional<double> scale) {
   for_each_gradient(params, [&](py::handle, const at::Tensor& grad) {
     gradient_notes.insert_or_assign(
         grad.unsafeGetTensorImpl(),
-        GradientNote{WeakGradient(grad.getIntrusivePtr()), Stamp(grad), scale});
+        GradientNote{WeakTensor(grad.getIntrusivePtr()), Stamp(grad), scale});
     any = true;
   });
   return any;

@@ -145,12 +145,14 @@ bool Weight::store_in_place(py::handle param, const at::Tensor& values, bool exa
   used_on_current_stream(master_);
   at::Tensor own = at::empty_like(weight), made = at::empty_like(master_.detach());
   store_values(values, *master_in(own, made));
-  const at::Tensor inexact = master_values(own, made).view(at::kInt).ne(values.view(at::kInt));
+  at::Tensor found = master_values(own, made);
+  const at::Tensor inexact = found.view(at::kInt).ne(values.view(at::kInt));
   if (exactly && inexact.any().item<bool>()) {  // there the weight stays what the value rounds to
     made = at::where(inexact, amp_mp::beside(values, weight, made.scalar_type()), made);
     own = at::where(inexact, weight, own);
+    found = master_values(own, made);
   }
-  const auto few = exceptions(values, master_values(own, made));
+  const auto few = exceptions(values, found);
   if (!few && exactly) return false;
   weight.view(at::kShort).copy_(own.view(at::kShort));
   at::Tensor(master_).copy_(made);
@@ -192,8 +194,9 @@ at::Tensor Weight::master_for(py::handle param, const MasterEntry& entry, bool s
     stamp(tensor_of(param), local_of(param));
   }
   const bool unwritten = fitting && is_unwritten(param);
-  if (unwritten || (fitting && stepping && is_stepped_)) {
-    is_stepped_ = true;
+  const bool counts = unwritten || (fitting && stepping && is_stepped_);
+  is_stepped_ = true;
+  if (counts) {
     if (master_.scalar_type() == entry.dtype) {
       const at::Tensor here = placed(master_, weight);
       if (!here.is_same(master_)) replace(here, weight);
@@ -206,7 +209,6 @@ at::Tensor Weight::master_for(py::handle param, const MasterEntry& entry, bool s
   } else {  // the weight is the master, and remainders are 0
     replace(at::zeros_like(weight, weight.options().dtype(entry.dtype)), weight);
   }
-  is_stepped_ = true;
   stepped(tensor_of(param), local_of(param));
   return master_;
 }

@@ -83,23 +83,21 @@ std::weak_ptr<WeightChanges>& place_of_changes(py::handle param, py::handle owne
 
 WeightRecord weight_at(py::handle param, py::handle owner) {
   const at::Tensor local = local_of(param);
-  Known* found = found_known(param);
-  if (!found) {
-    found = &known[param.ptr()];
-    found->record = std::make_shared<Weight>();
-  }
-  if (!is_dtensor(param)) {
-    if (!found->end) found->end = end_of(param, param.ptr());
-  } else if (owner && !owner.is_none() && !found->dtensor) {
-    if (found->end) ends.erase(found->end.ptr());
-    found->end = end_of(owner, param.ptr());
-    found->dtensor = py::reinterpret_borrow<py::object>(param);
-    found->local = nullptr;
-  } else if (!found->end) {
-    found->end = end_of(wrapped(local), param.ptr());
-    found->local = local.unsafeGetTensorImpl();
-  }
-  return found->record;
+  const bool is_sharded = is_dtensor(param), is_owned = is_sharded && owner && !owner.is_none();
+  const Known* found = found_known(param);
+  if (found && !found->is_released() && (!is_owned || found->dtensor)) return found->record;
+  // First what may raise: an entry must have an end.
+  const py::object anchor = is_owned     ? py::reinterpret_borrow<py::object>(owner)
+                            : is_sharded ? wrapped(local)
+                                         : py::reinterpret_borrow<py::object>(param);
+  py::object end = end_of(anchor, param.ptr());
+  Known& entry = known[param.ptr()];
+  if (!entry.record) entry.record = std::make_shared<Weight>();
+  if (entry.end) ends.erase(entry.end.ptr());
+  entry.end = std::move(end);
+  entry.dtensor = is_owned ? py::reinterpret_borrow<py::object>(param) : py::object();
+  entry.local = is_sharded && !is_owned ? local.unsafeGetTensorImpl() : nullptr;
+  return entry.record;
 }
 
 void release_weights(const std::vector<py::object>& params) {
@@ -107,11 +105,11 @@ void release_weights(const std::vector<py::object>& params) {
     return each.second.is_released() && each.second.insides->expired();
   });
   for (const py::object& param : params) {
-    const auto found = known.find(param.ptr());
-    if (found == known.end() || is_dtensor(param)) continue;
-    ends.erase(found->second.end.ptr());
-    found->second.end = {};
-    found->second.insides = WeakTensor(tensor_of(param).getIntrusivePtr());
+    Known* const found = found_known(param);  // and no other one's at its address
+    if (!found || found->is_released() || is_dtensor(param)) continue;
+    found->insides = WeakTensor(tensor_of(param).getIntrusivePtr());
+    ends.erase(found->end.ptr());
+    found->end = {};
   }
 }
 

@@ -52,7 +52,7 @@ void round_pairs(const Objects& params, const Objects& masters) {
   });
 }
 
-at::Tensor float32_master(py::handle param, bool stepping) {
+at::Tensor master_in_float32(py::handle param, bool stepping) {
   static const MasterEntry& float32 = *master_entry("float32", at::kFloat);
   return weight_at(param)->master_for(param, float32, stepping);
 }
@@ -66,7 +66,7 @@ void take_over_others(const Objects& params, const Objects& masters) {
     const at::Tensor master = local_of(masters.at(i));
     if (record->master().is_same(master)) continue;
     if (record->master().defined())
-      master.detach().copy_(float32_master(params[i], /*stepping=*/true));
+      master.detach().copy_(master_in_float32(params[i], /*stepping=*/true));
     record->set_master(params[i], master, /*in_groups=*/true);
   }
 }
@@ -76,7 +76,7 @@ void take_over_others(const Objects& params, const Objects& masters) {
 Objects first_masters(const Objects& params) {
   Objects found;
   for (const py::object& param : params)
-    found.push_back(like(float32_master(param, /*stepping=*/false).detach(), param));
+    found.push_back(like(master_in_float32(param, /*stepping=*/false).detach(), param));
   return found;
 }
 

@@ -138,11 +138,10 @@ def masters(model: nn.Module) -> dict[str, dict[str, Tensor]]:
         if record is None or record.entry is None or not record.is_unwritten(param):
             continue
         master, *others = record.tensors
-        (values,) = _C.masters_beside([param], [False])
-        if values is not None and any(each.numel() for each in others):
+        if any(each.numel() for each in others):
             # A few float32 numbers beside remainders. Where a value is half way between two
             # weights, it is the number that rounds to this one.
-            found[name] = {"master": like(values, param)}
+            found[name] = {"master": _C.float32_master(param)}
         else:
             shown = like(master.detach(), param)
             found[name] = {record.entry: as_bytes(shown) if master.dtype == torch.int16 else shown}

@@ -105,13 +105,13 @@ class AveragedModel(nn.Module):
         optimizer: as for the class. Raises TypeError for what is neither an optimizer, a list of
         them nor None.
         """
-        for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in given:
             if each is not None and not hasattr(each, "param_groups"):
                 raise TypeError(
                     f"optimizer must be an optimizer or None, found {each!r}; decay, use_buffers "
                     "and device are given by name"
                 )
-        given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         self._optimizers = tuple(weakref.ref(each) for each in given if each is not None)
         self._followed = (model,)
 

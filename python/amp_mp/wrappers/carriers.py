@@ -307,7 +307,8 @@ class InMasters(Carrier):
         """As Carrier's."""
         if self._replaced.seen != ReplacedCheck.assignments:
             self._replaced.check_assigned(self.masters.model_infos())
-        self._replaced.check_gradients(self.params(), self.masters.model_infos)
+        if not self._replaced.had_gradient:
+            self._replaced.check_gradients(self.params(), self.masters.model_infos)
         return super().take(pairs, scale, settled)
 
     def foreign(self) -> list[Tensor]:

@@ -259,6 +259,6 @@ class FusedMasters(Masters):
         for group, pairs in zip(self.optimizer.param_groups, self.grouped_pairs(), strict=True):
             # Where another optimizer has left remainders, the master that a load makes of them.
             makes = _C.float32_master if group["master"] == "float32" else None
-            own = [(p, makes(p) if makes else m) for p, m in pairs]
-            found.append([saved[p].get("master", m) for p, m in own])
+            held = [(p, m, saved[p].get("master")) for p, m in pairs]
+            found.append([h if h is not None else makes(p) if makes else m for p, m, h in held])
         return found

@@ -128,3 +128,18 @@ def test_forget_frees_what_a_script_has_moved_away(
             assert not any(ref() is not None for ref in were)
     assert raw_bytes(optimizer.state_dict()) == raw_bytes(other.state_dict())
     assert raw_bytes(model.state_dict()) == raw_bytes(stays.state_dict())
+
+
+def test_a_record_that_forget_has_released_is_not_another_parameters(device: str) -> None:
+    """Parameters that come and go get each other's addresses."""
+    for number in range(50):
+        param = nn.Parameter(torch.full((4,), 1.0 + number, device=device).bfloat16())
+        assert torch.equal(amp.float32_of(param), param.detach().float())
+        optimizer = amp.optim.SGD([param], lr=2.0**-12)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        wanted = amp.float32_of(param)
+        for _ in range(2):
+            amp.optim.forget(optimizer)
+        assert torch.equal(amp.float32_of(param), wanted)
+        del optimizer

@@ -1,6 +1,7 @@
 """Warnings of an optimizer whose parameters are not, or not any more, those of the model."""
 
 from collections.abc import Callable, Iterable, MutableMapping
+from operator import attrgetter
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -19,7 +20,7 @@ class ReplacedCheck:
 
     def __init__(self) -> None:
         self.seen = 0  # of `assignments`
-        self._had_gradient = False  # or a warning that it had none
+        self.had_gradient = False  # or a warning that it had none
 
     def check_assigned(self, params: Iterable[tuple[Tensor, ParamInfo]]) -> None:
         """Warns of parameters that load_state_dict has replaced; call where `seen` is too low."""
@@ -34,7 +35,7 @@ class ReplacedCheck:
 
     def note_gradient(self) -> None:
         """A parameter has a gradient, which the step under way does not see."""
-        self._had_gradient = True
+        self.had_gradient = True
 
     def check_gradients(
         self, params: list[Tensor], infos: Callable[[], Iterable[tuple[Tensor, ParamInfo]]]
@@ -43,17 +44,14 @@ class ReplacedCheck:
 
         infos: gives the parameters with their places, for the warning.
         """
-        if self._had_gradient:
+        trainable = [*filter(attrgetter("requires_grad"), params)]
+        if self.had_gradient or not trainable:
             return
-        first = None
-        for param in params:
-            if param.requires_grad and first is None:
-                first, self._had_gradient = param, True
-            if param.requires_grad and param.grad is not None:
+        self.had_gradient = True
+        for param in trainable:
+            if param.grad is not None:
                 return
-        if first is None:
-            return
-        param, info = next(row for row in infos() if row[0] is first)
+        param, info = next(row for row in infos() if row[0] is trainable[0])
         warn(
             "no parameter of this optimizer has a gradient, nor had one before, so the step "
             f"changes nothing; the first is {info.label}, of shape {tuple(param.shape)}. If "

@@ -87,6 +87,8 @@ class Hooks:
 
     def check_replaced(self, groups: list[Group]) -> None:
         """Warns where no parameter has had a gradient so far."""
+        if self.replaced.had_gradient:
+            return
         params = [param for group in groups for param in _C.params_of(group)]
         self.replaced.check_gradients(params, partial(param_infos, groups))
 
