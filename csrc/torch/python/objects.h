@@ -55,6 +55,16 @@ bool is_tensor(py::handle object);
 // A DTensor's shard, any other tensor itself; TypeError for what is not a tensor.
 at::Tensor local_of(py::handle tensor);
 
+// A parameter, as Python holds it, and its part on this process: a DTensor's shard, or itself.
+struct Param {
+  at::Tensor whole, local;
+  bool is_sharded() const { return !whole.is_same(local); }
+};
+inline Param param_of(py::handle tensor) {
+  const at::Tensor local = local_of(tensor);
+  return {tensor_of(tensor), local};
+}
+
 // This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: the
 // whole tensor's, by default the parameter's.
 py::object like(const at::Tensor& local, py::handle param,

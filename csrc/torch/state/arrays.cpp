@@ -130,11 +130,17 @@ at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tens
   return made;
 }
 
+void copy_array(const ArrayTensors& from, const ArrayTensors& to) {
+  const Array source = memory_of(from), target = memory_of(to);
+  TORCH_CHECK_VALUE(from.data.numel() == to.data.numel() && from.data.device() == to.data.device(),
+                    "amp_mp: an array (", describe(from.data), ") and its copy (",
+                    describe(to.data), ") must be of one size and on one device");
+  transfer({to.data.numel(), target, source, saturates(to.format), {}}, to.data.device());
+}
+
 at::Tensor values_of(const ArrayTensors& from) {
-  const Array stored = memory_of(from);
-  at::Tensor values = at::empty_like(from.data, from.data.options().dtype(at::kFloat));
-  const Array to = {values.mutable_data_ptr(), Format::float32};
-  transfer({values.numel(), to, stored, false, {}}, values.device());
+  const at::Tensor values = at::empty_like(from.data, from.data.options().dtype(at::kFloat));
+  copy_array(from, {values, Format::float32, {}});
   return values;
 }
 

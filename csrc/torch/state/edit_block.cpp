@@ -142,7 +142,8 @@ void EditBlock::store(const Edit& edit) const {
     put(weight, rounded);
   } else {
     edited = weight_at(edit.member.param);
-    const at::Tensor master = edited->master_for(edit.member.param, *edit.master, true);
+    const at::Tensor master =
+        edited->master_for(edit.member.tensors(), edit.master->dtype, /*stepping=*/true);
     const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(master);
     store_values(values, *master_in(rounded, rest));
     put(weight, rounded);

@@ -168,8 +168,9 @@ WeightRecord init_state(const Member& member, bool stepping) {
   if (entry) {
     if (!record && member.is_dtensor) package().refuse_lost(member.param);
     record = weight_at(member.param);
-    record->master_for(member.param, *entry, stepping);
-    record->settle(member.group, member.local);
+    const at::Tensor master = record->master_for(member.tensors(), entry->dtype, stepping);
+    const at::Tensor there = settled(member.group, member.local, master);
+    if (!there.is_same(master)) record->move_master(there);
   } else if (record) {
     record->drop();
   }

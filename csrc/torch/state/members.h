@@ -21,6 +21,8 @@ struct Member {
   int64_t tensor_index;  // among all parameters
   std::string label;     // for messages
   py::object state;      // its dict in optimizer.state
+
+  Param tensors() const { return {tensor_of(param), local}; }
 };
 
 // A parameter's name for messages: its place in its optimizer's param_groups, and its own name if

@@ -190,7 +190,7 @@ struct Restoring {
       if (&each == wanted) return set(each.entry, part);
       if (each.weight && *each.weight != local.scalar_type()) continue;
       const at::Tensor weight = local.detach();
-      return set(wanted->entry, beside(master_values(weight, part), weight, wanted->dtype));
+      return set(wanted->entry, made_beside(*master_in(weight, part), weight, wanted->dtype));
     }
   }
 };

@@ -1,6 +1,4 @@
 // What Python sees of weights' records.
-#include <ATen/core/grad_mode.h>
-
 #include "torch/bind.h"
 #include "torch/state/live_state.h"
 #include "torch/weights/master_tensors.h"
@@ -25,22 +23,37 @@ void bind_weights(py::module_& m) {
       .def_property_readonly("is_stepped", &Weight::is_stepped)
       .def_property_readonly("tensors", &Weight::tensors)
       .def_property_readonly("entry", &Weight::entry)
-      .def("store", &Weight::store, py::arg("param"), py::arg("values"), py::arg("exactly") = true)
-      .def("is_unwritten", &Weight::is_unwritten, py::arg("param"))
+      .def(
+          "store",
+          [](Weight& w, py::handle param, const at::Tensor& values, bool exactly) {
+            w.store(param_of(param), values, exactly);
+          },
+          py::arg("param"), py::arg("values"), py::arg("exactly") = true)
+      .def(
+          "is_unwritten",
+          [](const Weight& w, py::handle param) { return w.is_unwritten(param_of(param)); },
+          py::arg("param"))
       .def(
           "stamp", [](Weight& w, py::handle param) { w.stamp(tensor_of(param), local_of(param)); },
           py::arg("param"))
       .def("drop", &Weight::drop)
-      .def("state", &Weight::state, py::arg("param"))
-      .def("set_state", &Weight::set_state, py::arg("param"), py::arg("state"));
+      .def(
+          "state", [](const Weight& w, py::handle param) { return w.state(param_of(param)); },
+          py::arg("param"))
+      .def(
+          "set_state",
+          [](Weight& w, py::handle param, const Weight::State& state) {
+            w.set_state(param_of(param), state);
+          },
+          py::arg("param"), py::arg("state"));
   m.def("weight_of", &weight_of, py::arg("param"));
   m.def("weight_at", &weight_at, py::arg("param"), py::arg("owner") = py::none());
   m.def("float32_of", &float32_of, py::arg("param"), py::arg("stepping") = false);
   m.def(
       "float32_master",
       [](const py::object& param) {
-        const at::NoGradGuard no_grad;
-        return like(beside(float32_of(param, true), local_of(param).detach(), at::kFloat), param);
+        const ArrayTensors values = {float32_of(param, true), Format::float32, {}};
+        return like(made_beside(values, local_of(param), at::kFloat), param);
       },
       py::arg("param"));
   m.def(
@@ -49,7 +62,7 @@ void bind_weights(py::module_& m) {
         std::vector<std::optional<at::Tensor>> found;
         for (size_t i = 0; i < params.size(); ++i) {
           const WeightRecord record = weight_of(params[i]);
-          found.push_back(record ? optional(record->beside(params[i], stepping.at(i)))
+          found.push_back(record ? optional(record->beside(param_of(params[i]), stepping.at(i)))
                                  : std::nullopt);
         }
         return found;
@@ -95,7 +108,7 @@ void bind_weights(py::module_& m) {
         std::vector<std::optional<Weight::State>> found;
         for (const py::object& param : params) {
           const WeightRecord record = is_tensor(param) ? weight_of(param) : nullptr;
-          found.push_back(record ? record->state(param) : std::nullopt);
+          found.push_back(record ? record->state(param_of(param)) : std::nullopt);
         }
         return found;
       },
@@ -106,7 +119,7 @@ void bind_weights(py::module_& m) {
          const std::vector<std::optional<Weight::State>>& states) {
         for (size_t i = 0; i < params.size(); ++i)
           if (states.at(i) && !master_of(params[i]).defined())
-            weight_at(params[i])->set_state(params[i], *states[i]);
+            weight_at(params[i])->set_state(param_of(params[i]), *states[i]);
       },
       py::arg("params"), py::arg("states"));
   m.def("release_weights", &release_weights, py::arg("params"));

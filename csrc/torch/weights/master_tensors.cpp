@@ -40,13 +40,17 @@ void correct(const at::Tensor& own, const at::Tensor& weight, int largest, const
 
 // A split rounds a value half way between two weights away from zero (split24 after rounding to 24
 // bits), `prepare` to nearest even. A master that rounds to the other weight would not count.
-at::Tensor beside(const at::Tensor& values, const at::Tensor& weight, at::ScalarType dtype) {
-  const at::Tensor own = at::empty_like(weight);
-  at::Tensor made = at::empty_like(weight, weight.options().dtype(dtype));
-  store_values(values, *master_in(own, made));
+at::Tensor made_beside(const ArrayTensors& from, const at::Tensor& weight, at::ScalarType dtype,
+                       bool writes) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor own = writes ? weight : at::empty_like(weight);
+  const at::Tensor made = at::empty_like(weight, weight.options().dtype(dtype));
+  copy_array(from, *master_in(own, made));
+  if (writes) return made;
   if (dtype == at::kFloat) {
     const at::Tensor other = own.view(at::kShort).ne(weight.view(at::kShort));
     const at::Tensor here = weight.to(at::kFloat), half = own.to(at::kFloat).add(here).mul(0.5);
+    const at::Tensor& values = from.format == Format::float32 ? from.data : made;
     return at::where(other, at::nextafter(half, here), values);
   }
   const int largest = dtype == at::kChar ? 127 : 32767;
@@ -58,7 +62,7 @@ at::Tensor beside(const at::Tensor& values, const at::Tensor& weight, at::Scalar
     return made;
   }
   const at::Tensor above = own.view(at::kShort).sub(weight.view(at::kShort));
-  return made.masked_fill_(above.ne(0), 0)
+  return made.masked_fill(above.ne(0), 0)
       .masked_fill_(above.eq(1), largest)
       .masked_fill_(above.eq(-1), -largest - 1);
 }

@@ -13,9 +13,11 @@ bool is_beside(const at::Tensor& master, const at::Tensor& weight);
 // their dtypes do not go together.
 at::Tensor master_values(const at::Tensor& weight, const at::Tensor& master);
 
-// A master of this dtype, new, that holds float32 values beside the weight that was rounded from
-// them. The weight stays: half way between two weights, where formats round differently, the master
-// is the nearest to the value that rounds to this one.
-at::Tensor beside(const at::Tensor& values, const at::Tensor& weight, at::ScalarType dtype);
+// A new master of this dtype that holds the values of an array, from which the weight was rounded.
+// The weight stays: half way between two weights, where formats round differently, the master is
+// the nearest to the value that rounds to this one. writes: the weight becomes what the master's
+// format rounds to.
+at::Tensor made_beside(const ArrayTensors& from, const at::Tensor& weight, at::ScalarType dtype,
+                       bool writes = false);
 
 }  // namespace amp_mp

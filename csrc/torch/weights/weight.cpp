@@ -5,14 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "torch/device.h"
-#include "torch/ops.h"
-#include "torch/state/live_state.h"
 #include "torch/weights/master_tensors.h"
 
 namespace amp_mp {
@@ -48,6 +45,14 @@ bool rounds_to(const at::Tensor& values, const at::Tensor& weight) {
   return wanted.eq(weight).logical_or(both_nan).all().item<bool>();
 }
 
+// As detach() makes it, in a third of the time.
+at::Tensor detached(const at::Tensor& t) {
+  c10::TensorImpl* const impl = t.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+}
+
+ArrayTensors float32_array(const at::Tensor& t) { return {t, Format::float32, {}}; }
+
 // Flat indices and values of the elements in which `found` differs; none if float32 takes less
 // memory.
 std::optional<std::pair<at::Tensor, at::Tensor>> exceptions(const at::Tensor& values,
@@ -58,8 +63,6 @@ std::optional<std::pair<at::Tensor, at::Tensor>> exceptions(const at::Tensor& va
   return std::pair(indices, values.flatten().index_select(0, indices));
 }
 
-at::Tensor detached_local(py::handle param) { return local_of(param).detach(); }
-
 }  // namespace
 
 // Reading.
@@ -68,11 +71,11 @@ bool Weight::fits(const at::Tensor& weight) const {
   return master_.defined() && dtype_ == weight.scalar_type() && master_.sizes() == weight.sizes();
 }
 
-bool Weight::is_unwritten(py::handle param) const {
-  const at::Tensor weight = local_of(param);
+bool Weight::is_unwritten(const Param& param) const {
+  const at::Tensor& weight = param.local;
   if (!fits(weight)) return false;
-  const bool by_place = is_dtensor(param);
-  if (!stored_) return param_.still(tensor_of(param)) && local_.not_advanced(weight);
+  const bool by_place = param.is_sharded();
+  if (!stored_) return param_.still(param.whole) && local_.not_advanced(weight);
   // The counter sees all writes but those through `.data`, the checksum sees these. It alone is not
   // enough: DistributedDataParallel sends rank 0's rounded weights to all ranks; rank 0 alone would
   // keep its values, and masters would differ between ranks. Nothing sends shards, so for them a
@@ -83,49 +86,59 @@ bool Weight::is_unwritten(py::handle param) const {
   return checksum_of(weight, by_place) == stored_->checksum;
 }
 
-at::Tensor Weight::decoded(const at::Tensor& weight, bool exactly) const {
+// The arrays that hold the weight's value: the master and the weight, float32 values, or the weight
+// alone.
+ArrayTensors Weight::held(const Param& param, bool stepping) const {
   const at::NoGradGuard no_grad;
+  const at::Tensor& weight = param.local;
+  const bool fitting = fits(weight), unwritten = fitting && is_unwritten(param);
+  const bool written = fitting && is_master_written();
+  if (!unwritten && !written && !(fitting && stepping && is_stepped_))
+    return {weight, weight.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16, {}};
   used_on_current_stream(master_);
-  const bool is_all = exactly && stored_ && !stored_->indices.defined();
-  if (is_master_written() || is_all) return copy_as(master_.detach(), at::kFloat, weight);
-  const at::Tensor found = master_values(weight, master_.detach());
-  if (!exactly || !stored_ || stored_->indices.numel() == 0) return found;
+  const at::Tensor master = placed(master_, weight);
+  const bool is_stored = unwritten && stored_;
+  if (written || (is_stored && !stored_->indices.defined())) return float32_array(master);
+  const ArrayTensors both = *master_in(weight, master);
+  if (!is_stored || stored_->indices.numel() == 0) return both;
+  const at::Tensor values = values_of(both);
   const at::Device device = weight.device();
   used_on_current_stream(stored_->indices);
   used_on_current_stream(stored_->values);
   const at::Tensor corrected =
-      found.flatten().index_copy(0, stored_->indices.to(device), stored_->values.to(device));
-  return found.copy_(corrected.view(found.sizes()));
+      values.flatten().index_copy(0, stored_->indices.to(device), stored_->values.to(device));
+  return float32_array(corrected.view(values.sizes()));
 }
 
-at::Tensor Weight::values(py::handle param, bool stepping) const {
-  const at::Tensor weight = detached_local(param);
-  if (!fits(weight)) return {};
-  const bool unwritten = is_unwritten(param);
-  const bool counts = unwritten || is_master_written() || (stepping && is_stepped_);
-  return counts ? decoded(weight, unwritten) : at::Tensor();
+bool Weight::is_present(const ArrayTensors& found) const {
+  return found.rest.defined() && (found.data.is_same(master_) || found.rest.is_same(master_));
 }
 
-at::Tensor Weight::beside(py::handle param, bool stepping) const {
-  const at::Tensor weight = detached_local(param);
-  const bool is_whole = !stored_ && fits(weight) && !is_master_written();
-  if (is_whole && (stepping || is_unwritten(param))) return master_.detach();
-  const at::Tensor found = values(param, stepping);
-  return found.defined() ? amp_mp::beside(found, weight, at::kFloat) : found;
+at::Tensor Weight::values(const Param& param, bool stepping) const {
+  const ArrayTensors found = held(param, stepping);
+  if (found.rest.defined()) return values_of(found);
+  return found.format == Format::float32 ? found.data.detach().clone() : at::Tensor();
 }
 
-at::Tensor float32_of(py::handle param, bool stepping) {
-  const WeightRecord record = weight_of(param);
+at::Tensor Weight::beside(const Param& param, bool stepping) const {
+  const ArrayTensors found = held(param, stepping);
+  if (is_present(found)) return master_.detach();
+  const bool is_alone = !found.rest.defined() && found.format != Format::float32;
+  return is_alone ? at::Tensor() : made_beside(found, param.local, at::kFloat);
+}
+
+at::Tensor float32_of(py::handle object, bool stepping) {
+  const Param param = param_of(object);
+  const WeightRecord record = weight_of(object);
   const at::Tensor found = record ? record->values(param, stepping) : at::Tensor();
-  const at::Tensor weight = detached_local(param);
-  return found.defined() ? found : weight.to(at::kFloat, false, /*copy=*/true);
+  return found.defined() ? found : param.local.detach().to(at::kFloat, false, /*copy=*/true);
 }
 
 // Writing.
 
-void Weight::store(py::handle param, const at::Tensor& given, bool exactly) {
+void Weight::store(const Param& param, const at::Tensor& given, bool exactly) {
   const at::NoGradGuard no_grad;
-  const at::Tensor weight = detached_local(param);
+  const at::Tensor& weight = param.local;
   TORCH_CHECK_TYPE(is_low_precision(weight), "amp_mp: the weight (", describe(weight),
                    ") must be float16 or bfloat16");
   TORCH_CHECK_VALUE(given.sizes() == weight.sizes(), "amp_mp: values (", describe(given),
@@ -140,15 +153,16 @@ void Weight::store(py::handle param, const at::Tensor& given, bool exactly) {
 
 // The weight becomes what the master's format rounds to; half way between two weights it may be the
 // other one.
-bool Weight::store_in_place(py::handle param, const at::Tensor& values, bool exactly) {
-  const at::Tensor weight = detached_local(param);
+bool Weight::store_in_place(const Param& param, const at::Tensor& values, bool exactly) {
+  const at::Tensor weight = param.local.detach();
+  const at::ScalarType dtype = master_.scalar_type();
   used_on_current_stream(master_);
-  at::Tensor own = at::empty_like(weight), made = at::empty_like(master_.detach());
-  store_values(values, *master_in(own, made));
+  at::Tensor own = at::empty_like(weight);
+  at::Tensor made = made_beside(float32_array(values), own, dtype, /*writes=*/true);
   at::Tensor found = master_values(own, made);
   const at::Tensor inexact = found.view(at::kInt).ne(values.view(at::kInt));
   if (exactly && inexact.any().item<bool>()) {  // there the weight stays what the value rounds to
-    made = at::where(inexact, amp_mp::beside(values, weight, made.scalar_type()), made);
+    made = at::where(inexact, made_beside(float32_array(values), weight, dtype), made);
     own = at::where(inexact, weight, own);
     found = master_values(own, made);
   }
@@ -156,78 +170,60 @@ bool Weight::store_in_place(py::handle param, const at::Tensor& values, bool exa
   if (!few && exactly) return false;
   weight.view(at::kShort).copy_(own.view(at::kShort));
   at::Tensor(master_).copy_(made);
-  stamp(tensor_of(param), weight);
-  if (few && master_.scalar_type() != at::kFloat)
+  stamp(param.whole, weight);
+  if (few && dtype != at::kFloat)
     stored_ =
-        std::make_unique<Stored>(checksum_of(weight, is_dtensor(param)), few->first, few->second);
+        std::make_unique<Stored>(checksum_of(weight, param.is_sharded()), few->first, few->second);
   return true;
 }
 
-void Weight::store_anew(py::handle param, const at::Tensor& values) {
-  const at::Tensor weight = detached_local(param);
+void Weight::store_anew(const Param& param, const at::Tensor& values) {
+  const at::Tensor weight = param.local.detach();
   const bool native = (weight.is_cpu() || weight.is_cuda()) && !is_subclass(weight);
   if (native && weight.numel() > 0) {
-    const at::Tensor rest = amp_mp::beside(values, weight, at::kShort);
+    const at::Tensor rest = made_beside(float32_array(values), weight, at::kShort);
     if (const auto few = exceptions(values, master_values(weight, rest))) {
-      replace(rest, weight);
-      stored_ =
-          std::make_unique<Stored>(checksum_of(weight, is_dtensor(param)), few->first, few->second);
+      replace(rest, weight.scalar_type());
+      stored_ = std::make_unique<Stored>(checksum_of(weight, param.is_sharded()), few->first,
+                                         few->second);
     }
   }
   if (!stored_) {
-    replace(values, weight);
+    replace(values, weight.scalar_type());
     stored_ = std::make_unique<Stored>();
   }
-  stamp(tensor_of(param), local_of(param));
+  stamp(param.whole, param.local);
 }
 
-at::Tensor Weight::master_for(py::handle param, const MasterEntry& entry, bool stepping) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor weight = detached_local(param);
-  if (stepping && is_stepped_ && master_.defined() && dtype_ != weight.scalar_type() &&
-      master_.scalar_type() == at::kFloat)
+at::Tensor Weight::master_for(const Param& param, at::ScalarType dtype, bool stepping) {
+  const at::Tensor& weight = param.local;
+  if (stepping && is_stepped_ && master_.defined() && master_.scalar_type() == at::kFloat)
     dtype_ = weight.scalar_type();  // a float32 master goes with weights of both dtypes
-  const bool fitting = fits(weight);
-  if (fitting && is_master_written()) {
-    copy_({weight}, {placed(master_.detach(), weight)}, std::nullopt, 1.0, /*saturate=*/true);
-    bump_version(tensor_of(param));
-    stamp(tensor_of(param), local_of(param));
-  }
-  const bool unwritten = fitting && is_unwritten(param);
-  const bool counts = unwritten || (fitting && stepping && is_stepped_);
+  const ArrayTensors from = held(param, stepping);
   is_stepped_ = true;
-  if (counts) {
-    if (master_.scalar_type() == entry.dtype) {
-      const at::Tensor here = placed(master_, weight);
-      if (!here.is_same(master_)) replace(here, weight);
-      return master_;
-    }
-    const at::Tensor values = decoded(weight, unwritten);
-    replace(amp_mp::beside(values, weight, entry.dtype), weight);
-  } else if (entry.dtype == at::kFloat) {
-    replace(copy_as(weight, at::kFloat, weight), weight);
-  } else {  // the weight is the master, and remainders are 0
-    replace(at::zeros_like(weight, weight.options().dtype(entry.dtype)), weight);
-  }
-  stepped(tensor_of(param), local_of(param));
+  if (is_present(from) && master_.scalar_type() == dtype) return master_;
+  const bool writes = fits(weight) && is_master_written();  // then the weight follows
+  const at::Tensor made = made_beside(from, weight, dtype, writes);
+  if (writes) bump_version(param.whole);
+  set_master(param, made);
   return master_;
 }
 
-void Weight::set_master(py::handle param, const at::Tensor& master, bool in_groups) {
-  const at::Tensor weight = local_of(param);
-  if (!master_.is_same(master)) replace(master, weight);
+void Weight::set_master(const Param& param, const at::Tensor& master, bool in_groups) {
+  if (!master_.is_same(master)) replace(master, param.local.scalar_type());
   is_stepped_ = true;
   is_in_groups_ = in_groups;
-  stepped(tensor_of(param), weight);
+  stepped(param.whole, param.local);
 }
 
-void Weight::replace(const at::Tensor& master, const at::Tensor& weight) {
+// dtype: the weight's.
+void Weight::replace(const at::Tensor& master, at::ScalarType dtype) {
   used_on_current_stream(master_);  // maybe from another stream, and dropped here
   if (const at::Tensor earlier = present_shown(); earlier.defined())
     earlier.set_(at::empty({0}, earlier.options()).storage());
   shown_.reset();
   master_ = master;
-  dtype_ = weight.scalar_type();
+  dtype_ = dtype;
   is_in_groups_ = false;
 }
 
@@ -250,13 +246,6 @@ void Weight::drop() {
   is_stepped_ = is_in_groups_ = false;
 }
 
-void Weight::settle(py::handle group, const at::Tensor& local) {
-  if (!master_.defined()) return;
-  const at::Tensor there = settled(group, local, master_);
-  if (there.is_same(master_)) return;
-  replace(there, local);
-}
-
 // What states show, and copies.
 
 at::Tensor Weight::present_shown() const {
@@ -268,11 +257,14 @@ at::Tensor Weight::present_shown() const {
 at::Tensor Weight::shown() {
   at::Tensor found = present_shown();
   if (found.defined()) return found;
-  // As detach() makes it, in a third of the time.
-  c10::TensorImpl* const impl = master_.unsafeGetTensorImpl();
-  found = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), true));
+  found = detached(master_);
   shown_ = WeakTensor(found.getIntrusivePtr());
   return found;
+}
+
+void Weight::set_shown_master(const Param& param, const at::Tensor& shown) {
+  set_master(param, detached(shown));
+  shown_ = WeakTensor(shown.getIntrusivePtr());
 }
 
 bool Weight::shows(const at::Tensor& t) const { return present_shown().is_same(t); }
@@ -296,9 +288,9 @@ void Weight::end() {
   drop();
 }
 
-std::optional<Weight::State> Weight::state(py::handle param) const {
+std::optional<Weight::State> Weight::state(const Param& param) const {
   const bool unwritten = is_unwritten(param);
-  if (!fits(local_of(param)) || (stored_ && !unwritten && !is_stepped_)) return std::nullopt;
+  if (!fits(param.local) || (stored_ && !unwritten && !is_stepped_)) return std::nullopt;
   // The tensor that states show, so that deepcopy and pickle make one copy for both.
   const at::Tensor shown = present_shown(), master = shown.defined() ? shown : master_.detach();
   if (!stored_ || !unwritten) return State(master, {}, {}, {}, unwritten, is_stepped_);
@@ -307,7 +299,7 @@ std::optional<Weight::State> Weight::state(py::handle param) const {
   return State(master, indices, values, checksum, true, is_stepped_);
 }
 
-void Weight::set_state(py::handle param, const State& state) {
+void Weight::set_state(const Param& param, const State& state) {
   const auto& [master, indices, values, checksum, unwritten, is_stepped] = state;
   set_master(param, master);
   is_stepped_ = is_stepped;
@@ -317,27 +309,31 @@ void Weight::set_state(py::handle param, const State& state) {
   if (!unwritten) param_ = VersionStamp();
 }
 
-void take_entry(py::handle param, py::handle state) {
-  const at::Tensor weight = local_of(param);
-  if (!is_low_precision(weight)) return;
+void take_entry(py::handle object, py::handle state) {
+  const Param param = param_of(object);
+  if (!is_low_precision(param.local)) return;
   for (const MasterEntry& each : master_entries()) {
-    if (each.weight && *each.weight != weight.scalar_type()) continue;
+    if (each.weight && *each.weight != param.local.scalar_type()) continue;
     const py::handle found = item_of(state, each.entry);
     if (!is_tensor(found)) continue;
     const at::Tensor given = local_of(found);
-    const WeightRecord record = weight_at(param);
-    if (record->shows(given) || (given.numel() == 0 && weight.numel() > 0)) continue;
-    TORCH_CHECK_VALUE(given.scalar_type() == each.dtype && given.sizes() == weight.sizes(),
+    const WeightRecord record = weight_at(object);
+    if (record->shows(given) || (given.numel() == 0 && param.local.numel() > 0)) continue;
+    TORCH_CHECK_VALUE(given.scalar_type() == each.dtype && given.sizes() == param.local.sizes(),
                       "amp_mp: the master (", describe(given), ") does not go with the weight (",
-                      describe(weight), ")");
-    record->set_master(param, placed(given, weight));
-    return;
+                      describe(param.local), ")");
+    // A tensor that the state alone holds becomes the one that is shown: no script misses it if it
+    // becomes empty.
+    const at::Tensor master = placed(given, param.local);
+    if (master.is_same(given) && is_plain(found) && Py_REFCNT(found.ptr()) == 1)
+      return record->set_shown_master(param, given);
+    return record->set_master(param, master);
   }
 }
 
-void put_entry(py::handle param, py::handle state) {
-  const WeightRecord record = weight_of(param);
-  const bool shows = record && is_low_precision(local_of(param));
+void put_entry(py::handle object, py::handle state) {
+  const WeightRecord record = weight_of(object);
+  const bool shows = record && is_low_precision(local_of(object));
   const py::object name = shows ? record->entry() : py::none();
   for (const MasterEntry& each : master_entries()) {
     const py::handle found = item_of(state, each.entry);
@@ -349,7 +345,7 @@ void put_entry(py::handle param, py::handle state) {
     drop_item(state, each.entry);
   }
   if (name.is_none()) return;
-  set_item(state, name, like(record->shown(), param));
+  set_item(state, name, like(record->shown(), object));
 }
 
 }  // namespace amp_mp

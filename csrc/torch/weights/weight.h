@@ -28,7 +28,7 @@
 // tensors next, at the start of a step, or at once in load_state_dict. When another master replaces
 // the one that is shown, the shown tensor becomes empty.
 //
-// Everything here needs the GIL, but for stepped and stamp.
+// Everything here that takes a py::handle needs the GIL.
 #include <torch/csrc/utils/pybind.h>
 
 #include <c10/core/UndefinedTensorImpl.h>
@@ -38,7 +38,7 @@
 #include <optional>
 #include <vector>
 
-#include "torch/checks.h"
+#include "torch/python/objects.h"
 #include "torch/stamp.h"
 
 namespace py = pybind11;
@@ -62,41 +62,43 @@ class Weight {
   Tensors tensors() const;   // all that is kept beside the weight
 
   // The weight's float32 values, a new tensor; undefined if the weight is all of them.
-  at::Tensor values(py::handle param, bool stepping = false) const;
+  at::Tensor values(const Param& param, bool stepping = false) const;
   // What an average reads beside the weight: the master, or float32 values; or undefined.
-  at::Tensor beside(py::handle param, bool stepping) const;
+  at::Tensor beside(const Param& param, bool stepping) const;
 
   // Keeps float32 values that the weight has just been rounded from, exactly, until the weight is
   // written or stepped. An optimizer's master is written in place if its format can hold them; with
   // exactly = false in any case, and rounded.
-  void store(py::handle param, const at::Tensor& values, bool exactly = true);
-  // The master that a step updates, in this format, where the weight is: the present one, or one
+  void store(const Param& param, const at::Tensor& values, bool exactly = true);
+  // The master that a step updates, of this dtype, where the weight is: the present one, or one
   // made of it, or of the weight.
-  at::Tensor master_for(py::handle param, const MasterEntry& entry, bool stepping);
+  at::Tensor master_for(const Param& param, at::ScalarType dtype, bool stepping);
   // This tensor, which goes with the weight, is the master from now on. in_groups: it is in an
   // optimizer's param_groups, and scripts may write it.
-  void set_master(py::handle param, const at::Tensor& master, bool in_groups = false);
+  void set_master(const Param& param, const at::Tensor& master, bool in_groups = false);
+  // The master is in other memory.
+  void move_master(const at::Tensor& master) { replace(master, dtype_); }
   // A step has written weight and master. stamp: the caller has put back the weight's bytes, or has
   // rounded the master into it, so that the two go together.
-  // local: a DTensor's local tensor, else the parameter.
+  // local: as in Param.
   void stepped(const at::Tensor& param, const at::Tensor& local);
   void stamp(const at::Tensor& param, const at::Tensor& local);
   void drop();
 
   // Whether nobody has written the weight since it was stored or stepped.
-  bool is_unwritten(py::handle param) const;
+  bool is_unwritten(const Param& param) const;
   // Whether a script has written the master in param_groups since the last step. Then it counts,
   // whatever the weight is.
   bool is_master_written() const { return is_in_groups_ && !written_.still(master_); }
   // Whether an optimizer has updated the master.
   bool is_stepped() const { return is_stepped_; }
 
-  // Moves the master to the host or back.
-  void settle(py::handle group, const at::Tensor& local);
   // Another tensor over the master's memory, for optimizers' states to show. When another master
   // replaces this one, it becomes empty: nobody takes it, or a copy of it, for the present one.
   at::Tensor shown();
   bool shows(const at::Tensor& t) const;
+  // A tensor that a state has, and nobody else, is shown, and its memory is the master's.
+  void set_shown_master(const Param& param, const at::Tensor& shown);
 
   bool is_prepared() const { return is_prepared_; }
   void set_prepared(bool prepared) { is_prepared_ = prepared; }
@@ -105,8 +107,8 @@ class Weight {
   void end();
   bool is_lost() const { return is_lost_; }
 
-  std::optional<State> state(py::handle param) const;
-  void set_state(py::handle param, const State& state);
+  std::optional<State> state(const Param& param) const;
+  void set_state(const Param& param, const State& state);
 
  private:
   // The values that weight and master cannot hold after `store`, by flat index (bfloat16:
@@ -119,11 +121,12 @@ class Weight {
   };
 
   bool fits(const at::Tensor& weight) const;
-  bool store_in_place(py::handle param, const at::Tensor& values, bool exactly);
-  void store_anew(py::handle param, const at::Tensor& values);
-  at::Tensor decoded(const at::Tensor& weight, bool exactly) const;
+  bool store_in_place(const Param& param, const at::Tensor& values, bool exactly);
+  void store_anew(const Param& param, const at::Tensor& values);
+  ArrayTensors held(const Param& param, bool stepping) const;
+  bool is_present(const ArrayTensors& found) const;  // whether the master itself is in it
   at::Tensor present_shown() const;
-  void replace(const at::Tensor& master, const at::Tensor& weight);
+  void replace(const at::Tensor& master, at::ScalarType dtype);
 
   // First the members that each step reads, in one line of the cache.
   at::Tensor master_;

@@ -52,11 +52,6 @@ void round_pairs(const Objects& params, const Objects& masters) {
   });
 }
 
-at::Tensor master_in_float32(py::handle param, bool stepping) {
-  static const MasterEntry& float32 = *master_entry("float32", at::kFloat);
-  return weight_at(param)->master_for(param, float32, stepping);
-}
-
 // Copies what other optimizers have left of parameters that they have stepped since. After
 // drop_low_bits nothing is left, and the masters go on.
 void take_over_others(const Objects& params, const Objects& masters) {
@@ -65,9 +60,10 @@ void take_over_others(const Objects& params, const Objects& masters) {
     const WeightRecord record = weight_at(params[i]);
     const at::Tensor master = local_of(masters.at(i));
     if (record->master().is_same(master)) continue;
+    const Param param = param_of(params[i]);
     if (record->master().defined())
-      master.detach().copy_(master_in_float32(params[i], /*stepping=*/true));
-    record->set_master(params[i], master, /*in_groups=*/true);
+      master.detach().copy_(record->master_for(param, at::kFloat, /*stepping=*/true));
+    record->set_master(param, master, /*in_groups=*/true);
   }
 }
 
@@ -76,13 +72,16 @@ void take_over_others(const Objects& params, const Objects& masters) {
 Objects first_masters(const Objects& params) {
   Objects found;
   for (const py::object& param : params)
-    found.push_back(like(master_in_float32(param, /*stepping=*/false).detach(), param));
+    found.push_back(
+        like(weight_at(param)->master_for(param_of(param), at::kFloat, /*stepping=*/false).detach(),
+             param));
   return found;
 }
 
 void adopt_masters(const Objects& params, const Objects& masters) {
   for (size_t i = 0; i < params.size(); ++i)
-    weight_at(params[i])->set_master(params[i], local_of(masters.at(i)), /*in_groups=*/true);
+    weight_at(params[i])->set_master(param_of(params[i]), local_of(masters.at(i)),
+                                     /*in_groups=*/true);
 }
 
 void follow_masters(const Objects& params, const Objects& masters) {

@@ -241,7 +241,7 @@ def masters(layout: str, preset: str) -> None:
         assert raw_bytes(found.full_tensor()) == raw_bytes(wanted)
         with other.masters(b) as master:
             master.mul_(2)
-        assert b._version > before
+        assert b._version > before or local_of(b).numel() == 0
         assert raw_bytes(amp.float32_of(b).full_tensor()) == raw_bytes(wanted * 2)
         assert raw_bytes(b.full_tensor()) == raw_bytes((wanted * 2).to(b.dtype)) or (
             preset != "float32"
