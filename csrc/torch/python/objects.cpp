@@ -69,12 +69,14 @@ bool is_dtensor(py::handle object) { return !is_plain(object) && package().is_dt
 
 bool is_tensor(py::handle object) { return object && THPVariable_Check(object.ptr()); }
 
-at::Tensor local_of(py::handle tensor) {
+Param param_of(py::handle tensor) {
   if (!is_tensor(tensor))
     throw py::type_error("amp_mp: a tensor is needed, found " + repr_of(tensor));
-  return is_dtensor(tensor) ? py::cast<at::Tensor>(tensor.attr("_local_tensor"))
-                            : tensor_of(tensor);
+  const at::Tensor& whole = tensor_of(tensor);
+  return {whole, is_dtensor(tensor) ? tensor_of(tensor.attr("_local_tensor")) : whole};
 }
+
+at::Tensor local_of(py::handle tensor) { return param_of(tensor).local; }
 
 py::object like(const at::Tensor& local, py::handle param,
                 const std::optional<std::vector<int64_t>>& shape) {

@@ -55,15 +55,13 @@ bool is_tensor(py::handle object);
 // A DTensor's shard, any other tensor itself; TypeError for what is not a tensor.
 at::Tensor local_of(py::handle tensor);
 
-// A parameter, as Python holds it, and its part on this process: a DTensor's shard, or itself.
+// A parameter, as Python holds it, and its part on this process: a DTensor's shard, or itself. Both
+// live as long as the Python object: a copy of a tensor that Python alone holds takes the GIL.
 struct Param {
-  at::Tensor whole, local;
+  const at::Tensor &whole, &local;
   bool is_sharded() const { return !whole.is_same(local); }
 };
-inline Param param_of(py::handle tensor) {
-  const at::Tensor local = local_of(tensor);
-  return {tensor_of(tensor), local};
-}
+Param param_of(py::handle tensor);
 
 // This process's part as a tensor placed as the parameter: a DTensor beside a DTensor. `shape`: the
 // whole tensor's, by default the parameter's.

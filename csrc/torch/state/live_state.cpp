@@ -161,22 +161,22 @@ WeightRecord init_state(const Member& member, bool stepping) {
   const at::NoGradGuard no_grad;
   for (const KeptState& kept : member.layout->states)
     if (!is_held(kept, member.state)) make_state(kept, member);
-  WeightRecord record = weight_of(member.param);
   const auto format = py::cast<std::string>(number_of(member.group, master));
   const MasterEntry* const entry =
       is_low_precision(member.local) ? master_entry(format, member.local.scalar_type()) : nullptr;
+  WeightRecord record;
   if (entry) {
-    if (!record && member.is_dtensor) package().refuse_lost(member.param);
+    if (member.is_dtensor && !weight_of(member.param)) package().refuse_lost(member.param);
     record = weight_at(member.param);
     const at::Tensor master = record->master_for(member.tensors(), entry->dtype, stepping);
     const at::Tensor there = settled(member.group, member.local, master);
     if (!there.is_same(master)) record->move_master(there);
-  } else if (record) {
-    record->drop();
+  } else if (const WeightRecord earlier = weight_of(member.param)) {
+    earlier->drop();
   }
-  put_entry(member.param, member.state);
+  put_entry(record, member.param, member.state);
   settle(member.group, member.local, member.state);
-  return entry ? record : nullptr;
+  return record;
 }
 
 HostRoom room_for(const std::vector<Member>& members) {

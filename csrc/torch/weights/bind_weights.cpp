@@ -86,7 +86,7 @@ void bind_weights(py::module_& m) {
         for (size_t i = 0; i < params.size(); ++i) {
           if (!PyDict_Check(states[i].ptr())) continue;
           take_entry(params[i], states[i]);
-          put_entry(params[i], states[i]);
+          put_entry(weight_of(params[i]), params[i], states[i]);
         }
       },
       py::arg("params"), py::arg("states"));
@@ -98,7 +98,7 @@ void bind_weights(py::module_& m) {
             const py::handle state = is_tensor(param) ? item_of(states, param) : py::handle();
             if (!state || !PyDict_Check(state.ptr()) || PyDict_Size(state.ptr()) == 0) continue;
             if (takes) take_entry(param, state);
-            put_entry(param, state);
+            put_entry(weight_of(param), param, state);
           }
       },
       py::arg("groups"), py::arg("states"), py::arg("takes") = true);

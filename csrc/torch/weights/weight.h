@@ -156,9 +156,10 @@ at::Tensor float32_of(py::handle param, bool stepping = false);
 
 // One parameter's state in an optimizer. take_entry: what a script, a load or a copy has put there
 // under a master's name becomes the master; ValueError if it does not go with the weight.
-// put_entry: shows the master there, and nothing else under such a name.
+// put_entry: shows the master of the parameter's record there, if it has one, and nothing else
+// under such a name.
 void take_entry(py::handle param, py::handle state);
-void put_entry(py::handle param, py::handle state);
+void put_entry(const WeightRecord& record, py::handle param, py::handle state);
 
 // Ends the weak references to these parameters, so that torch.utils.swap_tensors accepts them. The
 // records stay until the parameters have other insides.

@@ -25,7 +25,7 @@ struct Known {
   bool is_of(py::handle param) const {
     if (is_released())
       return insides->_unsafe_get_target() == tensor_of(param).unsafeGetTensorImpl();
-    return !local || local == local_of(param).unsafeGetTensorImpl();
+    return !local || local == param_of(param).local.unsafeGetTensorImpl();
   }
 };
 
@@ -82,7 +82,7 @@ std::weak_ptr<WeightChanges>& place_of_changes(py::handle param, py::handle owne
 }
 
 WeightRecord weight_at(py::handle param, py::handle owner) {
-  const at::Tensor local = local_of(param);
+  const at::Tensor& local = param_of(param).local;
   const bool is_sharded = is_dtensor(param), is_owned = is_sharded && owner && !owner.is_none();
   const Known* found = found_known(param);
   if (found && !found->is_released() && (!is_owned || found->dtensor)) return found->record;

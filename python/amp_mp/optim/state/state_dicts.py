@@ -105,9 +105,12 @@ def shown_state(
         for param, state in found["state"].items():
             if isinstance(state, dict):  # a new one: this one is the optimizer's own
                 held = {n: v for n, v in state.items() if isinstance(v, Tensor)}
-                # A tensor of its own: the state's becomes empty when another master replaces it.
-                shown = {n: v.detach() for n, v in held.items() if n in MASTER_ENTRIES}
-                shown |= {n: as_bytes(v) for n, v in held.items() if n in in_bytes}
+                # Tensors of their own: the state's becomes empty when another master replaces it.
+                shown = {
+                    n: as_bytes(v) if n in in_bytes else v.detach()
+                    for n, v in held.items()
+                    if n in in_bytes or n in MASTER_ENTRIES
+                }
                 found["state"][param] = {**state, **shown}
 
     with own_hook(optimizer._optimizer_state_dict_post_hooks, as_shown):
