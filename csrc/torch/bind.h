@@ -18,6 +18,7 @@ void bind_stepper(py::module_& m);  // the whole step
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
 void bind_weights(py::module_& m);
+void bind_loans(py::module_& m);
 void bind_weight_changes(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edit_block(py::module_& m);

@@ -1,7 +1,7 @@
 """The native library's signatures; csrc/torch/ops.h and csrc/torch/step/step.h explain them."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import torch
 from torch import Tensor
@@ -308,6 +308,7 @@ class Weight:
     """The record of a weight, which owns its master: csrc/torch/weights/weight.h."""
 
     is_prepared: bool
+    is_replaced: bool
     @property
     def is_lost(self) -> bool: ...
     @property
@@ -328,6 +329,23 @@ def weight_of(param: Tensor) -> Weight | None:
 
 def weight_at(param: Tensor, owner: Any = None) -> Weight:
     """The same, made where it has none. owner: the module of a DTensor."""
+
+class Loan:
+    """Parameters that AveragedModel.swap borrows: csrc/torch/weights/loans.h."""
+
+    is_any: Final[bool]  # whether any parameter is borrowed now
+    def __init__(self, params: Sequence[Tensor]) -> None: ...
+    def borrow(self, what: str) -> None:
+        """Borrows them, until give_back; raises as refuse_borrowed."""
+
+    def give_back(self) -> None:
+        """Ends that; does nothing a second time."""
+
+def refuse_borrowed(params: Iterable[Any], what: str, reads: bool = False) -> None:
+    """Raises RuntimeError if a swap or a block of masters() has one of the parameters.
+
+    what: which call, for the message. reads: it only reads them, which a block allows.
+    """
 
 def float32_of(param: Tensor, stepping: bool = False) -> Tensor:
     """The float32 values of a parameter, a new plain tensor; of a DTensor those on this process.
@@ -422,7 +440,8 @@ def adopt_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 def follow_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Remakes masters that do not round to their parameters, unless written themselves.
 
-    Before, masters take over what other optimizers have made of the parameters.
+    Before, masters take over what other optimizers have made of the parameters. RuntimeError for
+    parameters that hold averages.
     """
 
 def round_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
@@ -473,13 +492,18 @@ class EditBlock:
         groups: Groups,
         states: States,
         params: list[tuple[str, Any]],
-        open: list[EditBlock],
     ) -> None:
-        """params: each with its name for messages. open: the blocks that have not ended."""
+        """params: each with its name for messages."""
 
     @property
     def masters(self) -> list[Tensor]:
         """Float32 tensors in the order of the parameters, the same one for the same parameter."""
+
+    def borrow(self) -> None:
+        """Borrows the parameters, until give_back; RuntimeError where somebody has one of them."""
+
+    def give_back(self) -> None:
+        """Ends that; does nothing a second time."""
 
     def store(self) -> None:
         """Stores what was written."""

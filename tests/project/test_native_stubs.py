@@ -102,8 +102,9 @@ def test_the_stub_has_the_native_arguments() -> None:
 def test_the_stub_says_which_properties_can_be_written() -> None:
     for owner, body in STUBS.values():
         for node in body:
-            written = isinstance(node, ast.AnnAssign)
-            name = node.target.id if written else getattr(node, "name", "")
+            is_variable = isinstance(node, ast.AnnAssign)
+            written = is_variable and "Final" not in ast.unparse(node.annotation)
+            name = node.target.id if is_variable else getattr(node, "name", "")
             native = vars(owner).get(name) if isinstance(owner, type) else None
             if isinstance(native, property):
                 assert (native.fset is not None) == written, f"{owner.__name__}.{name}"

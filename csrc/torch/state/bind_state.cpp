@@ -70,6 +70,7 @@ void bind_state(py::module_& m) {
   bind_saved(m);
   bind_arrays(m);
   bind_weights(m);
+  bind_loans(m);
   bind_weight_changes(m);
 }
 

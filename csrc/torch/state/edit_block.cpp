@@ -24,7 +24,7 @@ at::Tensor values_in(const py::object& edited) { return local_of(edited).detach(
 }  // namespace
 
 EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::dict& states,
-                     const Named& params, const std::vector<std::shared_ptr<EditBlock>>& open)
+                     const Named& params)
     : states_(states) {
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
               "masters() inside of torch.inference_mode(), whose tensors have no version counters; "
@@ -43,10 +43,15 @@ EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::di
                       shape_text(tensor_of(param).sizes()),
                       ", is not one of this optimizer's parameters");
   }
-  for (const auto& block : open)
-    for (const Edit& other : block->edits_)
-      TORCH_CHECK(!places.contains(other.member.param.ptr()), other.member.label,
-                  " is in a block of masters() that has not ended; write it there");
+  std::vector<py::object> borrowed;
+  for (const Member& member : members) {
+    const WeightRecord record = weight_of(member.param);
+    TORCH_CHECK(!record || record->borrower() != Borrower::masters_block, member.label,
+                " is in a block of masters() that has not ended; write it there");
+    borrowed.push_back(member.param);
+  }
+  refuse_borrowed(py::cast(borrowed), "masters()");
+  loan_ = std::make_unique<Loan>(borrowed, Borrower::masters_block);
   check_members(members);
   for (Member& member : members) {
     const auto format = py::cast<std::string>(number_of(member.group, master));
@@ -156,11 +161,11 @@ void EditBlock::store(const Edit& edit) const {
 
 void bind_edit_block(py::module_& m) {
   py::class_<EditBlock, std::shared_ptr<EditBlock>>(m, "EditBlock")
-      .def(py::init<const py::list&, const py::list&, const py::dict&, const EditBlock::Named&,
-                    const std::vector<std::shared_ptr<EditBlock>>&>(),
-           py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"),
-           py::arg("open"))
+      .def(py::init<const py::list&, const py::list&, const py::dict&, const EditBlock::Named&>(),
+           py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"))
       .def_property_readonly("masters", &EditBlock::masters)
+      .def("borrow", [](EditBlock& block) { block.loan().borrow("masters()"); })
+      .def("give_back", [](EditBlock& block) { block.loan().give_back(); })
       .def("store", py::overload_cast<>(&EditBlock::store));
 }
 

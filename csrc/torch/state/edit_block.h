@@ -2,6 +2,7 @@
 // A block of `with optimizer.masters(...)`, which edits masters: reads them when it begins, and
 // when it ends stores what a script has written. Everything here needs the GIL.
 #include "torch/state/live_state.h"
+#include "torch/weights/loans.h"
 
 namespace amp_mp {
 
@@ -9,11 +10,14 @@ class EditBlock {
  public:
   using Named = std::vector<std::pair<std::string, py::object>>;  // names are for messages
 
-  // Reads the masters of these parameters, and changes nothing. open: the optimizer's blocks that
-  // have not ended. TypeError or ValueError for anything but parameters of the groups that a step
-  // can update, RuntimeError for a parameter of an open block, and in torch.inference_mode.
+  // Reads the masters of these parameters, and changes nothing. TypeError or ValueError for
+  // anything but parameters of the groups that a step can update, RuntimeError for a parameter that
+  // is borrowed, and in torch.inference_mode.
   EditBlock(const py::list& rules, const py::list& groups, const py::dict& states,
-            const Named& params, const std::vector<std::shared_ptr<EditBlock>>& open);
+            const Named& params);
+
+  // The parameters, borrowed from here until the block ends.
+  Loan& loan() { return *loan_; }
 
   // Float32 tensors for the parameters, in their order, placed as they are.
   const py::list& masters() const { return masters_; }
@@ -55,6 +59,7 @@ class EditBlock {
   void store(const Edit& edit) const;
 
   py::dict states_;
+  std::unique_ptr<Loan> loan_;
   py::list masters_;
   std::vector<Edit> edits_;
 };

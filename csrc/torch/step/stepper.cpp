@@ -9,6 +9,7 @@
 
 #include "torch/device.h"
 #include "torch/ops.h"
+#include "torch/weights/loans.h"
 
 namespace amp_mp {
 namespace {
@@ -161,6 +162,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
                          const StepInputs& given, const StepOptions& options,
                          const py::object& read) {
   const auto own = turn(busy_);
+  refuse_step(groups);
   const Layouts layouts = layouts_of(rules);
   const std::shared_ptr<Gathered> gathered = gather(layouts, rules, groups, states);
   const auto& buckets = gathered->buckets();

@@ -19,6 +19,7 @@ void bind_weights(py::module_& m) {
       .def("still", &Stamp::still, py::arg("tensor"));
   py::class_<Weight, WeightRecord>(m, "Weight")
       .def_property("is_prepared", &Weight::is_prepared, &Weight::set_prepared)
+      .def_property("is_replaced", &Weight::is_replaced, &Weight::set_replaced)
       .def_property_readonly("is_lost", &Weight::is_lost)
       .def_property_readonly("is_stepped", &Weight::is_stepped)
       .def_property_readonly("tensors", &Weight::tensors)

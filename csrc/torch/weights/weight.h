@@ -11,7 +11,7 @@
 //   a step                                  master_for           the kernels, then stepped
 //   FP16_Optimizer, O2                      the master itself, which is in their param_groups:
 //                                           set_master (wrapped_masters.h)
-//   masters() blocks                        float32_of           master_for, then stepped
+//   masters() blocks (loans.h)              float32_of           master_for, then stepped
 //   averages                                beside
 //   reports, float32 state dicts            float32_of
 //   copies, pickles                         state                set_state
@@ -48,6 +48,9 @@ namespace amp_mp {
 struct MasterEntry;
 class WeightChanges;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// Who has borrowed a weight (loans.h).
+enum class Borrower : uint8_t { nobody, masters_block, average };
 
 class Weight {
  public:
@@ -100,12 +103,21 @@ class Weight {
   // A tensor that a state has, and nobody else, is shown, and its memory is the master's.
   void set_shown_master(const Param& param, const at::Tensor& shown);
 
+  Borrower borrower() const { return borrower_; }
+  void set_borrower(Borrower by) { borrower_ = by; }
   bool is_prepared() const { return is_prepared_; }
   void set_prepared(bool prepared) { is_prepared_ = prepared; }
+  // Whether load_state_dict(assign=True) has put another parameter in this one's place.
+  bool is_replaced() const { return is_replaced_; }
+  void set_replaced(bool replaced) { is_replaced_ = replaced; }
   // The parameter is freed. is_lost: whether it had a master then, which sharding after `prepare`
   // would lose in silence.
   void end();
   bool is_lost() const { return is_lost_; }
+  // Whether there is anything that a new record would not say.
+  bool is_used() const {
+    return master_.defined() || borrower_ != Borrower::nobody || is_prepared_ || is_replaced_;
+  }
 
   std::optional<State> state(const Param& param) const;
   void set_state(const Param& param, const State& state);
@@ -136,7 +148,8 @@ class Weight {
   bool is_stepped_ = false, is_in_groups_ = false;
   Stamp written_;  // of a master in param_groups, when it was rounded last
   std::optional<WeakTensor> shown_;
-  bool is_prepared_ = false, is_lost_ = false;
+  bool is_prepared_ = false, is_lost_ = false, is_replaced_ = false;
+  Borrower borrower_ = Borrower::nobody;
 };
 
 using WeightRecord = std::shared_ptr<Weight>;
@@ -161,6 +174,8 @@ at::Tensor float32_of(py::handle param, bool stepping = false);
 void take_entry(py::handle param, py::handle state);
 void put_entry(const WeightRecord& record, py::handle param, py::handle state);
 
+// Ends the records of these parameters that nobody uses, and the weak references with them.
+void drop_unused_weights(const std::vector<py::object>& params);
 // Ends the weak references to these parameters, so that torch.utils.swap_tensors accepts them. The
 // records stay until the parameters have other insides.
 void release_weights(const std::vector<py::object>& params);

@@ -100,6 +100,13 @@ WeightRecord weight_at(py::handle param, py::handle owner) {
   return entry.record;
 }
 
+void drop_unused_weights(const std::vector<py::object>& params) {
+  for (const py::object& param : params) {
+    const Known* const found = found_known(param);
+    if (found && !found->record->is_used() && found->changes.expired()) erase(param.ptr());
+  }
+}
+
 void release_weights(const std::vector<py::object>& params) {
   std::erase_if(known, [](const auto& each) {
     return each.second.is_released() && each.second.insides->expired();

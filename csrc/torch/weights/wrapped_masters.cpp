@@ -7,8 +7,7 @@
 #include "torch/bind.h"
 #include "torch/ops.h"
 #include "torch/python/objects.h"
-#include "torch/state/live_state.h"
-#include "torch/weights/weight.h"
+#include "torch/weights/loans.h"
 
 namespace amp_mp {
 namespace {
@@ -85,6 +84,7 @@ void adopt_masters(const Objects& params, const Objects& masters) {
 }
 
 void follow_masters(const Objects& params, const Objects& masters) {
+  refuse_borrowed(py::cast(params), "a look at an optimizer's masters", /*reads=*/true);
   take_over_others(params, masters);
   const WrappedPairs rounded = written_pairs(params, masters, false);
   pass_over_pairs(rounded.params, rounded.masters, [](const Tensors& low, const Tensors& own) {

@@ -18,7 +18,8 @@ Objects first_masters(const Objects& params);
 // These are the masters of the parameters from now on.
 void adopt_masters(const Objects& params, const Objects& masters);
 // Masters take over what other optimizers have made of their parameters. Those that do not round to
-// their parameters become these, unless they were written themselves.
+// their parameters become these, unless they were written themselves. RuntimeError for parameters
+// that hold averages (loans.h).
 void follow_masters(const Objects& params, const Objects& masters);
 // Rounds the masters into the parameters; float16 saturates.
 void round_masters(const Objects& params, const Objects& masters);

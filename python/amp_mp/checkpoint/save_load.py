@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_mp import _C
 from amp_mp.checkpoint import model_part, optimizer_part
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
 from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
 from amp_mp.checkpoint.reading import Reading
-from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.param_groups import params_in
 from amp_mp.torch_private import EXTRA_STATE
 
@@ -63,7 +63,7 @@ def save(
     weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
     with all_or_none():
         for each in (model, *(each for each in more.values() if isinstance(each, nn.Module))):
-            refuse_swapped(each.parameters(), "checkpoint.save()")
+            _C.refuse_borrowed(each.parameters(), "checkpoint.save()", reads=True)
         optimizer_part.refuse_sharded(more)
         state: dict[str, Any] = {"model": weights}
         if optimizer is not None:
@@ -173,7 +173,7 @@ def load(
     targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
     with all_or_none():
         params = model_part.named_params(model)
-        refuse_swapped(params.values(), "checkpoint.load()")
+        _C.refuse_borrowed(params.values(), "checkpoint.load()")
         contents = Contents(path, params)
         groups = [] if optimizer is None else optimizer_part.names_of_groups(params, optimizer)
         _check_more(contents, more)

@@ -16,7 +16,6 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.model.sharded import refuse_sharded
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.edit_blocks import refuse_swapped, swapped
 from amp_mp.optim.state.stored_formats import split_name
 from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.param_groups import params_in, stepped_params
@@ -157,17 +156,14 @@ class AveragedModel(nn.Module):
         model = self._following() if model is None else model
         averages, live, _ = self._tensors(model)
         names = [name for name, _ in _named_tensors(model)]
-        own = {id(tensor) for tensor in live if isinstance(tensor, nn.Parameter)}
+        own = [tensor for tensor in live if isinstance(tensor, nn.Parameter)]
+        loan = _C.Loan(own)
 
         def refuse(optimizer: Any, *_: Any) -> None:
-            # This hook may still be there after an interrupt.
-            if swapped & own and not own.isdisjoint(map(id, params_in(optimizer.param_groups))):
-                raise RuntimeError(
-                    "an optimizer's step inside of AveragedModel.swap(), where the model's weights "
-                    "are averages; step after the block"
-                )
+            # Of averages alone: this hook may still be there after an interrupt.
+            _C.refuse_borrowed(params_in(optimizer.param_groups), "an optimizer's step", reads=True)
 
-        refuse_swapped(live, "swap()")
+        _C.refuse_borrowed(own, "swap()")
         known = [(tensor, record) for tensor in live if (record := _C.weight_of(tensor))]
         unwritten = [(t, record) for t, record in known if record.is_unwritten(t)]
         saved = [tensor.detach().clone() for tensor in live]
@@ -181,20 +177,22 @@ class AveragedModel(nn.Module):
             _C.used_on_current_stream(saved)
             for tensor, record in unwritten:
                 record.stamp(tensor)
-            swapped.difference_update(own)
+            loan.give_back()
             hook.remove()
             saved.clear()
 
         hook = register_optimizer_step_pre_hook(refuse)
         try:
             try:
-                swapped.update(own)
+                loan.borrow("swap()")
                 _write(live, averages)
                 stamps = [_C.Stamp(tensor) for tensor in live]
                 yield model
                 # Buffers may be written: a norm's statistics.
                 found = zip(names, live, stamps, strict=True)
-                written = [n for n, t, stamp in found if not stamp.still(t) and id(t) in own]
+                written = [
+                    n for n, t, stamp in found if not stamp.still(t) and isinstance(t, nn.Parameter)
+                ]
             finally:
                 restore()
         except BaseException:
@@ -263,7 +261,7 @@ class AveragedModel(nn.Module):
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
         averages, live, moving = self._tensors(model)
-        refuse_swapped(live, "an update")
+        _C.refuse_borrowed(live, "an update", reads=True)
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
             raise RuntimeError(
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "

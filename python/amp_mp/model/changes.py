@@ -12,7 +12,6 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype
 from amp_mp.model import moving
 from amp_mp.module_names import is_wrapper, without_wrappers
-from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.sharding.shards import is_dtensor, local_of, origin_of, why_unusable
 
 
@@ -125,7 +124,8 @@ class Changes:
     def _look(self) -> list[tuple["_Watched", bool]]:
         """The parameters as they are now, each with whether all of it counts as changed."""
         present = _named_parameters(self.model)
-        refuse_swapped((param for _, param in present.values()), "amp.Changes.take()")
+        own = [param for _, param in present.values()]
+        _C.refuse_borrowed(own, "amp.Changes.take()", reads=True)
         for name, (owner, param) in present.items():
             known = self._watched.get(name)
             if known is not None and is_dtensor(known.param) and not is_dtensor(param):

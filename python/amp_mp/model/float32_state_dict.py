@@ -11,7 +11,6 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.module_names import DDP, is_wrapper, without_wrappers
 from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.edit_blocks import refuse_swapped
 from amp_mp.param_groups import stepped_params
 from amp_mp.sharding.shards import like, why_foreign
 
@@ -61,7 +60,7 @@ def float32_of(weight: Tensor, optimizer: Optimizer | None = None) -> Tensor:
             "master; weight.detach().float() casts it"
         )
     _check_optimizer(optimizer)
-    refuse_swapped([weight], "float32_of()")
+    _C.refuse_borrowed([weight], "float32_of()", reads=True)
     return _float32_copy(weight, _stepped_by(optimizer))
 
 
@@ -79,7 +78,7 @@ def float32_state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> 
     has state for them (docs/between_steps.md). TypeError for no optimizer.
     """
     _check_optimizer(optimizer)
-    refuse_swapped(model.parameters(), "float32_state_dict()")
+    _C.refuse_borrowed(model.parameters(), "float32_state_dict()", reads=True)
     found, stepped = model.state_dict(keep_vars=True), _stepped_by(optimizer)
     made: dict[int, Any] = {}
     for value in {id(each): each for each in found.values()}.values():
@@ -122,7 +121,7 @@ def load_float32_state_dict(
     for name, value in state_dict.items():
         if wrong := why_foreign(value):
             raise ValueError(f"state_dict: {name!r} {wrong}; nothing was loaded")
-    refuse_swapped(model.parameters(), "load_float32_state_dict()")
+    _C.refuse_borrowed(model.parameters(), "load_float32_state_dict()")
     if hasattr(optimizer, "init_state"):
         optimizer.init_state()
     handles = [handle for m in model.modules() for handle in low_bits.keeps_loads(m)]

@@ -25,6 +25,7 @@ from amp_mp.optim.options import (
     check_options,
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
+from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
@@ -200,8 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         in inference mode, AveragedModel.swap and another block with the parameter, for a step in
         the block, and at its end for a parameter that was written itself.
         """
-        own = self._stepper
-        return own.masters.edit(params, own.group_rules(), self.param_groups, self.state)
+        return edit_masters(params, self._group_rules(), self.param_groups, self.state)
 
     def attach(
         self,
@@ -291,7 +291,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         matched by name. Raises ValueError naming an entry that is missing, or of a shape, dtype or
         value that does not fit; then, and where a hook raises, every byte is as before.
         """
-        self._stepper.masters.refuse("load_state_dict()")
+        _C.refuse_borrowed(params_in(self.param_groups), "load_state_dict()")
         kept = (*self._chosen, "offload", "process_groups")
         load_state(self._stepper, kept, state_dict, super().load_state_dict)
         self._stepper.forget()

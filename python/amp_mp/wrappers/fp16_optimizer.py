@@ -25,7 +25,7 @@ from amp_mp.wrappers.carriers import (
     refuse_release,
     scaled_backward,
 )
-from amp_mp.wrappers.masters import FusedMasters, Masters
+from amp_mp.wrappers.masters import FusedMasters, Masters, model_params
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
 
 FLAGS = ("dynamic_loss_scale", "overflow", "first_closure_call_this_step")  # in a snapshot
@@ -204,7 +204,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         return result
 
     def _stepped(self, closure: Callable[[], Any] | None) -> Any:
-        self._masters.blocks.refuse("step()")
+        if _C.Loan.is_any:
+            _C.refuse_borrowed(model_params(self.optimizer), "an optimizer's step()")
         before = self.loss_scale
         to_model = self._masters.model_param
         describe = partial(describe_nonfinite, [self.param_groups], model_param=to_model)

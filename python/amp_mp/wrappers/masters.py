@@ -12,9 +12,9 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
-from amp_mp.optim.base import FusedOptimizer, stepper_of
+from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.rule import NO_STATES
-from amp_mp.optim.state.edit_blocks import MasterBlocks, refuse_swapped
+from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
 from amp_mp.param_groups import ParamInfo, low_params, param_infos, params_in
@@ -38,7 +38,6 @@ class Masters:
         self.optimizer = optimizer
         self.enabled = enabled
         self.stale = False
-        self.blocks = MasterBlocks()
         self.low = low_params(optimizer)
         self.refresh()
 
@@ -147,10 +146,11 @@ class Masters:
     # Around a step.
 
     def follow(self) -> None:
-        """Remakes masters that do not round to their parameters, unless written themselves."""
-        params, masters = self.lists()
-        refuse_swapped(params, "an optimizer's step or a look at its masters")
-        _C.follow_masters(params, masters)
+        """Remakes masters that do not round to their parameters, unless written themselves.
+
+        RuntimeError inside of AveragedModel.swap.
+        """
+        _C.follow_masters(*self.lists())
 
     def to_model(self) -> None:
         """Rounds the masters into the model's parameters; float16 saturates at +-65504."""
@@ -169,7 +169,7 @@ class Masters:
         groups = [{**g, "master": format, "params": p} for g, p in zip(own, model, strict=True)]
         _C.round_written_masters(*low)
         states = {param: {"master": master} for param, master in pairs}
-        with self.blocks.edit(params, [NO_STATES] * len(groups), groups, states) as masters:
+        with edit_masters(params, [NO_STATES] * len(groups), groups, states) as masters:
             yield masters
         _C.stamp_masters(low[0])
 
@@ -203,10 +203,6 @@ class FusedMasters(Masters):
     """The masters in a fused optimizer's state, which its step reads and writes."""
 
     optimizer: FusedOptimizer
-
-    def __init__(self, optimizer: FusedOptimizer) -> None:
-        super().__init__(optimizer)
-        self.blocks = stepper_of(optimizer).masters
 
     def edit(self, params: Any) -> Any:
         """See FusedOptimizer.masters."""

@@ -172,6 +172,57 @@ def test_steps_and_loads_in_the_block_are_refused(device: str) -> None:
     assert not model[2].weight.any()
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_block_and_a_swap_of_averages_exclude_each_other(device: str, ours: bool) -> None:
+    """Whoever asks, by whichever optimizer; what is borrowed is free again after the block."""
+    model = a_model(device)
+    optimizer = amp.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    average = amp.AveragedModel(model, optimizer)
+    if ours:
+        other: Any = amp.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        other = amp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+        other.backward(model(torch.ones(2, 32, device=device, dtype=BF16)).float().sum())
+    saved, of_other = optimizer.state_dict(), other.state_dict()
+    before = everything(optimizer, model.parameters())
+    calls: tuple[Callable[[], object], ...] = (
+        other.step,
+        lambda: other.load_state_dict(of_other),
+        lambda: average.swap().__enter__(),
+        lambda: other.masters(model[0].weight).__enter__(),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"block of masters\(\)"):
+            in_a_block(optimizer, call, [model[0].weight, model[2].bias])
+        assert everything(optimizer, model.parameters()) == before
+    for call in (
+        *calls[:3],
+        optimizer.masters().__enter__,
+        lambda: optimizer.load_state_dict(saved),
+    ):
+        with average.swap():
+            inside = everything(optimizer, model.parameters())
+            with pytest.raises(RuntimeError, match=r"inside of AveragedModel.swap\(\)"):
+                call()
+            assert everything(optimizer, model.parameters()) == inside
+        assert everything(optimizer, model.parameters()) == before
+    train(model, optimizer)
+
+
+def test_a_borrowed_float32_parameter_can_be_exchanged_afterwards(device: str) -> None:
+    model = nn.Linear(4, 4).to(device)
+    optimizer, average = amp.optim.SGD(model.parameters(), lr=0.1), amp.AveragedModel(model)
+    with optimizer.masters(), pytest.raises(RuntimeError, match="block of masters"):
+        optimizer.step()
+    with average.swap():
+        pass
+    amp.optim.forget(optimizer)
+    other = nn.Parameter(torch.ones(4, 4, device=device))
+    torch.utils.swap_tensors(model.weight, other)
+    assert bool((model.weight == 1).all())
+
+
 def test_gradient_release_goes_on_from_what_was_written(device: str) -> None:
     model = a_model(device)
     optimizer = amp.optim.SGD(model.parameters(), lr=0.5)

@@ -114,7 +114,7 @@ class Release(Attachment):
                 param.grad = kept
 
     def _step(self, param: Tensor) -> None:
-        self._stepper.masters.refuse("a backward pass that steps (release=True)")
+        _C.refuse_borrowed([param], "a backward pass that steps (release=True)")
         self._locate()
         info = self._infos.get(param)
         if info is None:

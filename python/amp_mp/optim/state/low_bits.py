@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.optim.state.replaced import ReplacedCheck, assigned
+from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.sharding.shards import is_dtensor, local_of, part
 
 # The records of the parameters, by name, of the modules that `prepare` has converted. They tell
@@ -186,7 +186,7 @@ def _after_load(module: nn.Module, _: Any) -> None:
         # Otherwise FSDP2 has put a shard back in place of the gathered parameter.
         is_assigned = before is not param and is_dtensor(before) == is_dtensor(param)
         if before is not None and is_assigned:
-            assigned[before] = None
+            _C.weight_at(before).is_replaced = True
             ReplacedCheck.assignments += 1
         if param is None or param.dtype not in LOW_PRECISION or param.shape != value.shape:
             continue

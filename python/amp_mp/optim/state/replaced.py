@@ -1,22 +1,19 @@
 """Warnings of an optimizer whose parameters are not, or not any more, those of the model."""
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_mp import _C
 from amp_mp.messages import warn
 from amp_mp.param_groups import ParamInfo
-
-# Parameters of prepared modules that load_state_dict(assign=True) has replaced.
-assigned: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 
 
 class ReplacedCheck:
     """The warnings of one optimizer; `params`: its parameters with their places."""
 
-    assignments = 0  # how many parameters were ever `assigned`
+    assignments = 0  # how many parameters load_state_dict(assign=True) has ever replaced
 
     def __init__(self) -> None:
         self.seen = 0  # of `assignments`
@@ -25,7 +22,8 @@ class ReplacedCheck:
     def check_assigned(self, params: Iterable[tuple[Tensor, ParamInfo]]) -> None:
         """Warns of parameters that load_state_dict has replaced; call where `seen` is too low."""
         self.seen = self.assignments
-        if gone := [info.label for param, info in params if param in assigned]:
+        rows = [(_C.weight_of(param), info.label) for param, info in params]
+        if gone := [label for record, label in rows if record and record.is_replaced]:
             more = f" (and {len(gone) - 1} more)" if len(gone) > 1 else ""
             warn(
                 f"{gone[0]}{more} is no longer the module's: load_state_dict(assign=True) has put "

@@ -14,7 +14,6 @@ from amp_mp.dtypes import check_choice
 from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
-from amp_mp.optim.state.edit_blocks import MasterBlocks
 from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.optim.state.stored_formats import KINDS
 from amp_mp.optim.step.cuda_graphs import drop_in_a_capture
@@ -138,7 +137,6 @@ class Stepper:
         self.rules_of = rules_of
         self.scaler_inputs: _C.StepInputs | None = None  # of the step under way, in step_with
         self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
-        self.masters = MasterBlocks()
         self.checked: Any = None  # states that the next load_state_dict needs not check
         self.hooks = Hooks(self._optimizer, own_keys)
         self.native = _C.Stepper(self.hooks)
@@ -176,13 +174,12 @@ class Stepper:
 
     def run(self, optimizer: Any) -> _C.StepInputs:
         """Measures, decides and applies, or ends the iteration; returns the scaler's inputs."""
-        if self.masters.open:
-            self.masters.refuse("step()")
         if self.hooks.replaced.seen != ReplacedCheck.assignments:
             self.hooks.replaced.check_assigned(param_infos(optimizer.param_groups))
         inputs = self._inputs_of_this_step(optimizer)
         attachment = self.attachment
         if attachment is not None and attachment.releases:
+            _C.refuse_borrowed(params_in(optimizer.param_groups), "step()")
             attachment.finish(inputs)
             return inputs
         max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
