@@ -136,6 +136,20 @@ def test_values_that_two_bytes_cannot_hold_are_kept_too(device: str, dtype: torc
     assert torch.equal(first_masters(model)["weight"], exact)
 
 
+@lows
+def test_a_few_such_values_keep_their_places_in_any_layout(device: str, dtype: torch.dtype) -> None:
+    model = nn.Conv2d(6, 8, 3, bias=False).to(device, memory_format=torch.channels_last)
+    with torch.no_grad():
+        model.weight[3, 2, 1] = torch.tensor([1 + 2.0**-8, 7e4, 3.3e-7])
+    exact = model.weight.detach().clone()
+    amp.prepare(model, dtype)
+    assert torch.equal(amp.float32_of(model.weight), exact)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.0, master="float32")
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert torch.equal(amp.float32_of(model.weight, optimizer), exact)
+
+
 # What they live through.
 
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -40,7 +40,7 @@ at::Tensor placed(const at::Tensor& value, const at::Tensor& param);
 // of 16-bit integers becomes these; other numbers are converted.
 at::Tensor copy_as(const at::Tensor& value, at::ScalarType dtype, const at::Tensor& local);
 
-// Stores the values of one array in another, element by element in memory.
+// Stores the values of one array in another of its layout.
 void copy_array(const ArrayTensors& from, const ArrayTensors& to);
 
 // The values of an array, float32 in the layout of its data.

@@ -13,7 +13,7 @@ int64_t borrowed_now = 0;  // parameters
 bool Loan::is_any() { return borrowed_now > 0; }
 
 void Loan::borrow(const std::string& what) {
-  for (const py::object& param : params_) refuse_borrowed(py::make_tuple(param), what);
+  refuse_borrowed(py::cast(params_), what);
   std::vector<WeightRecord> records;
   for (const py::object& param : params_) records.push_back(weight_at(param));
   for (const WeightRecord& record : records) record->set_borrower(by_);

@@ -115,7 +115,7 @@ ArrayTensors Weight::held(const Param& param, bool stepping) const {
   used_on_current_stream(stored_->values);
   const at::Tensor corrected =
       values.flatten().index_copy(0, stored_->indices.to(device), stored_->values.to(device));
-  return float32_array(corrected.view(values.sizes()));
+  return float32_array(values.copy_(corrected.view(values.sizes())));  // in the weight's layout
 }
 
 bool Weight::is_present(const ArrayTensors& found) const {
@@ -208,8 +208,10 @@ at::Tensor Weight::master_for(const Param& param, at::ScalarType dtype, bool ste
   if (stepping && is_stepped_ && master_.defined() && master_.scalar_type() == at::kFloat)
     dtype_ = weight.scalar_type();  // a float32 master goes with weights of both dtypes
   const ArrayTensors from = held(param, stepping);
-  is_stepped_ = true;
-  if (is_present(from) && master_.scalar_type() == dtype) return master_;
+  if (is_present(from) && master_.scalar_type() == dtype) {
+    is_stepped_ = true;
+    return master_;
+  }
   const bool writes = fits(weight) && is_master_written();  // then the weight follows
   const at::Tensor made = made_beside(from, weight, dtype, writes);
   if (writes) bump_version(param.whole);
