@@ -46,7 +46,8 @@ at::Tensor made_beside(const ArrayTensors& from, const at::Tensor& weight, at::S
   const at::Tensor own = writes ? weight : at::empty_like(weight);
   const at::Tensor made = at::empty_like(weight, weight.options().dtype(dtype));
   copy_array(from, *master_in(own, made));
-  if (writes) return made;
+  const bool is_alone = from.data.is_same(weight) && !from.rest.defined();
+  if (writes || is_alone) return made;
   if (dtype == at::kFloat) {
     const at::Tensor other = own.view(at::kShort).ne(weight.view(at::kShort));
     const at::Tensor here = weight.to(at::kFloat), half = own.to(at::kFloat).add(here).mul(0.5);

@@ -12,21 +12,21 @@
 //   FP16_Optimizer, O2                      the master itself, which is in their param_groups:
 //                                           set_master (wrapped_masters.h)
 //   masters() blocks (loans.h)              float32_of           master_for, then stepped
-//   averages                                beside
-//   reports, float32 state dicts            float32_of
-//   copies, pickles                         state                set_state
-//   state dicts of optimizers               put_entry            take_entry, by set_master
+//   averages                                beside               the weight alone, then stamp
+//   (swap) reports, float32 state dicts            float32_of copies, pickles state set_state state
+//   dicts of optimizers               put_entry            take_entry, by set_master
 //
 // Anybody may write the weight. From then on readers get what was written, and ignore the master.
-// An optimizer that has stepped the weight before passes `stepping`, and gets the master beside
-// what was written: an element that was not written keeps every bit, and one that was rounds to it.
-// A new optimizer begins with the weight alone.
+// There is one exception: an optimizer that has state for the weight passes `stepping`, and still
+// gets the master. Elements that nobody wrote keep their float32 values; one that was written gets
+// a value that rounds to what was written. An optimizer without state for the weight, a new one or
+// one after state.clear(), begins with the master of an unwritten weight, or with what was written.
 //
 // `optimizer.state[weight]` shows the master under its name (rule_table.h, MasterEntry), because
-// torch's distributed state dicts load the entries that they find there. No kernel reads it. What a
-// script or a load puts there in its place becomes the master when the optimizer gathers its
-// tensors next, at the start of a step, or at once in load_state_dict. When another master replaces
-// the one that is shown, the shown tensor becomes empty.
+// torch's distributed state dicts load the entries that they find there. No kernel reads it. A
+// tensor that is put there instead becomes the master when the optimizer gathers its tensors, at
+// the start of its next step; load_state_dict does this before it returns. When another master
+// replaces the one that is shown, the shown tensor becomes empty.
 //
 // Everything here that takes a py::handle needs the GIL.
 #include <torch/csrc/utils/pybind.h>
@@ -70,8 +70,8 @@ class Weight {
   at::Tensor beside(const Param& param, bool stepping) const;
 
   // Keeps float32 values that the weight has just been rounded from, exactly, until the weight is
-  // written or stepped. An optimizer's master is written in place if its format can hold them; with
-  // exactly = false in any case, and rounded.
+  // written or stepped. If an optimizer's master can hold them, it is written in place. With
+  // exactly = false it always is, rounded to its format.
   void store(const Param& param, const at::Tensor& values, bool exactly = true);
   // The master that a step updates, of this dtype, where the weight is: the present one, or one
   // made of it, or of the weight.
@@ -86,7 +86,7 @@ class Weight {
   // local: as in Param.
   void stepped(const at::Tensor& param, const at::Tensor& local);
   void stamp(const at::Tensor& param, const at::Tensor& local);
-  void drop();
+  void drop();  // frees the master: the weight is all of its value
 
   // Whether nobody has written the weight since it was stored or stepped.
   bool is_unwritten(const Param& param) const;
