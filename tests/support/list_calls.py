@@ -43,9 +43,16 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
 
     def edit(**given: Any) -> None:
         block = _C.EditBlock(**given)
+        block.borrow()
         for master in block.masters if isinstance(block.masters, list) else [block.masters]:
             master.mul_(2.0)
+        block.give_back()
         block.store()
+
+    def lend(params: Any, what: Any) -> None:
+        loan = _C.Loan(params)
+        loan.borrow(what)
+        _C.refuse_borrowed(params, what)
 
     def whole(directions: Any, **given: Any) -> Any:
         return _C.WholeMatrices(**given)(directions)
@@ -75,9 +82,9 @@ def list_call(fuzz: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
                 "groups": optimizer_groups,
                 "states": states,
                 "params": [("w", param) for param in list(states)[: fuzz.random.choice([0, 1, 9])]],
-                "open": [],
             },
         ),
+        (lend, {"params": [param, *states], "what": "a call"}),
         (
             _C.qk_clip_factors,
             {

@@ -50,6 +50,10 @@ Arguments = dict[str, Any]
 Call = tuple[Callable[..., Any], Arguments]
 
 
+class WrongCall(BaseException):
+    """The native library has no such function, or it takes other arguments."""
+
+
 class Fuzz:
     """One seed: a call, its arguments, and what is changed of them."""
 
@@ -392,11 +396,20 @@ class Fuzz:
         return self.random.choice(calls)
 
     def step_of_function(self) -> None:
-        function, arguments = self.random.choice([self.plain_call, lambda: list_call(self)])()
-        for _ in range(self.random.choice([0, 1, 1, 2])):
+        try:
+            function, arguments = self.random.choice([self.plain_call, lambda: list_call(self)])()
+        except AttributeError as error:
+            raise WrongCall from error
+        changes = self.random.choice([0, 1, 1, 2])
+        for _ in range(changes):
             arguments = self.changed(arguments)
         if isinstance(arguments, dict):
-            function(**arguments)
+            try:
+                function(**arguments)
+            except TypeError as error:
+                if changes == 0 and "incompatible" in str(error):
+                    raise WrongCall from error
+                raise
 
     def run(self) -> None:
         """Raises where anything but an error by a plain Python exception has happened."""
