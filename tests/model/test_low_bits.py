@@ -155,6 +155,33 @@ def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, sto
     assert_as_float32(full, low, before)
 
 
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_another_layout_leaves_the_bits_of_written_weights(
+    device: str, storage: str, dtype: torch.dtype
+) -> None:
+    """Below a power of two a remainder beside float16 reaches beyond the numbers that round to it."""
+    torch.manual_seed(0)
+    full = nn.Conv2d(8, 8, 3, bias=False).to(device)
+    found = []
+    for layouts in ([torch.contiguous_format], [torch.channels_last, torch.contiguous_format]):
+        model = amp.prepare(copy.deepcopy(full), dtype)
+        optimizer = amp.optim.SGD(
+            model.parameters(), lr=LR, check_overflow=True, **STORAGES[storage]
+        )
+        step(model, optimizer)
+        kept = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.copy_(torch.exp2(model.weight.float().abs().log2().round()))
+        for layout in layouts:
+            model.to(memory_format=layout)
+            step(model, optimizer, float("inf"))  # which is skipped
+        with torch.no_grad():
+            model.weight.copy_(kept)
+        found.append(amp.float32_of(model.weight, optimizer))
+    assert torch.equal(*found)
+
+
 EVERY: dict[str, Maker] = {
     **CLASSES,
     **WRAPPED,

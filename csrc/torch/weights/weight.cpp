@@ -95,8 +95,8 @@ bool Weight::is_unwritten(const Param& param) const {
 }
 
 // The arrays that hold the weight's value: the master and the weight, float32 values, or the weight
-// alone.
-ArrayTensors Weight::held(const Param& param, bool stepping) const {
+// alone. exactly: with what `store` has kept besides.
+ArrayTensors Weight::held(const Param& param, bool stepping, bool exactly) const {
   const at::NoGradGuard no_grad;
   const at::Tensor& weight = param.local;
   const bool fitting = fits(weight), unwritten = fitting && is_unwritten(param);
@@ -105,7 +105,7 @@ ArrayTensors Weight::held(const Param& param, bool stepping) const {
     return {weight, weight.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16, {}};
   used_on_current_stream(master_);
   const at::Tensor master = placed(master_, weight);
-  const bool is_stored = unwritten && stored_;
+  const bool is_stored = exactly && unwritten && stored_;
   if (written || (is_stored && !stored_->indices.defined())) return float32_array(master);
   const ArrayTensors both = *master_in(weight, master);
   if (!is_stored || stored_->indices.numel() == 0) return both;
@@ -207,15 +207,16 @@ at::Tensor Weight::master_for(const Param& param, at::ScalarType dtype, bool ste
   const at::Tensor& weight = param.local;
   if (stepping && is_stepped_ && master_.defined() && master_.scalar_type() == at::kFloat)
     dtype_ = weight.scalar_type();  // a float32 master goes with weights of both dtypes
-  const ArrayTensors from = held(param, stepping);
-  if (is_present(from) && master_.scalar_type() == dtype) {
-    is_stepped_ = true;
-    return master_;
-  }
+  const bool same_format = master_.defined() && master_.scalar_type() == dtype;
+  const ArrayTensors from = held(param, stepping, /*exactly=*/!same_format);
+  const bool stays = same_format && from.rest.defined();    // the same bytes, where the weight is
   const bool writes = fits(weight) && is_master_written();  // then the weight follows
-  const at::Tensor made = made_beside(from, weight, dtype, writes);
+  const at::Tensor made = stays ? dtype == at::kFloat ? from.data : from.rest
+                                : made_beside(from, weight, dtype, writes);
+  if (!made.is_same(master_)) replace(made, weight.scalar_type());
   if (writes) bump_version(param.whole);
-  set_master(param, made);
+  if (!stays) stepped(param.whole, weight);
+  is_stepped_ = true;
   return master_;
 }
 

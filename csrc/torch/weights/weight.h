@@ -135,7 +135,7 @@ class Weight {
   bool fits(const at::Tensor& weight) const;
   bool store_in_place(const Param& param, const at::Tensor& values, bool exactly);
   void store_anew(const Param& param, const at::Tensor& values);
-  ArrayTensors held(const Param& param, bool stepping) const;
+  ArrayTensors held(const Param& param, bool stepping, bool exactly = true) const;
   bool is_present(const ArrayTensors& found) const;  // whether the master itself is in it
   at::Tensor present_shown() const;
   void replace(const at::Tensor& master, at::ScalarType dtype);
