@@ -160,7 +160,7 @@ def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, sto
 def test_another_layout_leaves_the_bits_of_written_weights(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:
-    """Below a power of two a remainder beside float16 reaches beyond the numbers that round to it."""
+    """Below a power of two a remainder beside float16 reaches beyond what rounds to the weight."""
     torch.manual_seed(0)
     full = nn.Conv2d(8, 8, 3, bias=False).to(device)
     found = []
