@@ -500,7 +500,7 @@ class EditBlock:
         """Float32 tensors in the order of the parameters, the same one for the same parameter."""
 
     def borrow(self) -> None:
-        """Borrows the parameters, until give_back; RuntimeError where somebody has one of them."""
+        """Borrows the parameters, until give_back; raises as refuse_borrowed, and borrows none."""
 
     def give_back(self) -> None:
         """Ends that; does nothing a second time."""

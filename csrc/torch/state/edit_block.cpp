@@ -29,7 +29,6 @@ EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::di
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
               "masters() inside of torch.inference_mode(), whose tensors have no version counters; "
               "use torch.no_grad()");
-  static PyObject* const master = PyUnicode_InternFromString("master");
   std::unordered_map<PyObject*, size_t> places;  // of each parameter in edits_
   for (const auto& [name, param] : params) places.emplace(param.ptr(), SIZE_MAX);
   std::vector<Member> members = members_of(layouts_of(rules), groups, states, &places);
@@ -54,9 +53,7 @@ EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::di
   loan_ = std::make_unique<Loan>(borrowed, Borrower::masters_block);
   check_members(members);
   for (Member& member : members) {
-    const auto format = py::cast<std::string>(number_of(member.group, master));
-    const MasterEntry* const entry =
-        is_low_precision(member.local) ? master_entry(format, member.local.scalar_type()) : nullptr;
+    const MasterEntry* const entry = wanted_master(member);
     if (entry) take_entry(member.param, member.state);
     edits_.push_back({std::move(member), {}, entry, {}, {}, {}});
   }

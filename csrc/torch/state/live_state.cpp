@@ -116,9 +116,7 @@ size_t lacking(const Member& member) {
     if (stored.scales.is_none()) continue;
     add(in_state(stored.scales), rest_dtype_of(stored.format), local.numel() / kGroup);
   }
-  if (!is_low_precision(local)) return bytes;
-  const std::string format = text_of(member.group["master"]);
-  if (const MasterEntry* const entry = master_entry(format, local.scalar_type()))
+  if (const MasterEntry* const entry = wanted_master(member))
     add(master_of(member.param), entry->dtype, local.numel());
   return bytes;
 }
@@ -156,16 +154,19 @@ void follow(const Member& member) {
   settle(member.group, member.local, member.state);
 }
 
-WeightRecord init_state(const Member& member, bool stepping) {
+const MasterEntry* wanted_master(const Member& member) {
   static PyObject* const master = PyUnicode_InternFromString("master");
+  const auto format = py::cast<std::string>(number_of(member.group, master));
+  const at::ScalarType dtype = member.local.scalar_type();
+  return is_low(dtype) ? master_entry(format, dtype) : nullptr;
+}
+
+WeightRecord init_state(const Member& member, bool stepping) {
   const at::NoGradGuard no_grad;
   for (const KeptState& kept : member.layout->states)
     if (!is_held(kept, member.state)) make_state(kept, member);
-  const auto format = py::cast<std::string>(number_of(member.group, master));
-  const MasterEntry* const entry =
-      is_low_precision(member.local) ? master_entry(format, member.local.scalar_type()) : nullptr;
   WeightRecord record;
-  if (entry) {
+  if (const MasterEntry* const entry = wanted_master(member)) {
     if (member.is_dtensor && !weight_of(member.param)) package().refuse_lost(member.param);
     record = weight_at(member.param);
     const at::Tensor master = record->master_for(member.tensors(), entry->dtype, stepping);

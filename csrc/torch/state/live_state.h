@@ -28,6 +28,9 @@ void check_members(const std::vector<Member>& members);
 // the place that the group names; keeps the values.
 void follow(const Member& member);
 
+// The format of the weight's master that the group asks for; null if the weight gets none.
+const MasterEntry* wanted_master(const Member& member);
+
 // Makes all that the state lacks, but for its clock, and the weight's master in the group's format.
 // stepping: whether the optimizer had state for the weight before (weights/weight.h). Returns the
 // record if the weight has a master.

@@ -15,7 +15,7 @@ class Loan {
   Loan(const Loan&) = delete;
   ~Loan() { give_back(); }
 
-  // RuntimeError as refuse_borrowed, and nothing is borrowed, if somebody has one of them.
+  // Raises as refuse_borrowed if one of the parameters is borrowed already. Then it borrows none.
   void borrow(const std::string& what);
   // Does nothing before borrow, and a second time.
   void give_back();
