@@ -160,8 +160,10 @@ class AveragedModel(nn.Module):
         loan = _C.Loan(own)
 
         def refuse(optimizer: Any, *_: Any) -> None:
-            # Of averages alone: this hook may still be there after an interrupt.
-            _C.refuse_borrowed(params_in(optimizer.param_groups), "an optimizer's step", reads=True)
+            # This hook may still be there after an interrupt: of averages alone, and only if any.
+            if _C.Loan.is_any:
+                params = params_in(optimizer.param_groups)
+                _C.refuse_borrowed(params, "an optimizer's step", reads=True)
 
         _C.refuse_borrowed(own, "swap()")
         known = [(tensor, record) for tensor in live if (record := _C.weight_of(tensor))]
