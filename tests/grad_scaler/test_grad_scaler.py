@@ -412,6 +412,30 @@ def test_gradients_that_only_torch_takes_are_unscaled_by_torch(
     assert torch.equal(param.detach().cpu().float(), wanted)
 
 
+@pytest.mark.parametrize("unscaled", [False, True], ids=["step", "unscale_"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sparse_gradients_of_torchs_optimizers_are_taken_in_every_dtype(
+    device: str, dtype: torch.dtype, unscaled: bool
+) -> None:
+    """Row 2 has two gradients; a policy that asks for the largest gets it; an inf skips."""
+    table = nn.Embedding(4, 8, sparse=True, device=device, dtype=dtype)
+    table.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.25)
+    policy, wanted = (amp.scaling.LogMax(scale_max=2.0**30) for _ in range(2))
+    scaler = amp.GradScaler(device, loss_scale=policy)
+    for factor in (0.5, float("inf"), 0.5):
+        optimizer.zero_grad()
+        rows = table(torch.tensor([1, 2, 2], device=device))
+        scaler.scale((rows.float() * factor).sum()).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        wanted.update(factor == float("inf"), 1.0 if factor < 1.0 else 0.0)
+        assert scaler.get_scale() == pytest.approx(wanted.scale, rel=2.0**-22)
+    assert table.weight[:, 0].tolist() == [1.0, 0.75, 0.5, 1.0]
+
+
 # Other policies.
 
 

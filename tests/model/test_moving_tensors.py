@@ -292,6 +292,43 @@ def test_a_model_that_is_given_changes_is_not_named() -> None:
     assert torch.equal(model.weight, sampler.weight)
 
 
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("way", ["load_state_dict", "copy_"])
+def test_a_copy_of_the_model_is_not_named(way: str, every: int) -> None:
+    """A target network that gets whole weights loses nothing, whenever it gets them."""
+    model = amp.prepare(nn.Linear(8, 8), BF16)
+    target = copy.deepcopy(model).requires_grad_(False)
+    steps = 0
+
+    def after() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % every == 0 and way == "copy_":
+            for own, source in zip(target.parameters(), model.parameters(), strict=True):
+                own.copy_(source.detach())
+        elif steps % every == 0:
+            target.load_state_dict(model.state_dict())
+
+    with named():
+        train(model, 40, after=after)
+    assert torch.equal(model.weight, target.weight)
+
+
+def test_a_copy_that_becomes_an_average_is_named() -> None:
+    model = amp.prepare(nn.Linear(8, 8), BF16)
+    target = copy.deepcopy(model).requires_grad_(False)
+    steps = 0
+
+    def after() -> None:
+        nonlocal steps
+        steps += 1
+        for own, source in zip(target.parameters(), model.parameters(), strict=True):
+            own.lerp_(source.detach(), 1.0 if steps < 8 else 0.05)
+
+    with named("Linear.weight", "Linear.bias"):
+        train(model, 40, after=after)
+
+
 def test_loading_is_not_counting() -> None:
     model = amp.prepare(Momentum(lambda *_: None), BF16)
     saved = copy.deepcopy(model.state_dict())

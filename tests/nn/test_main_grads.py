@@ -110,6 +110,22 @@ def test_zero_grad_starts_anew(set_to_none: bool, device: str) -> None:
         assert (model.twice.weight.grad is before) != set_to_none
 
 
+@pytest.mark.parametrize("had_one", [True, False], ids=["beside a gradient", "first"])
+def test_a_weight_frozen_after_the_forward_gets_no_gradient(had_one: bool, device: str) -> None:
+    """As without attaching: torch adds to what requires a gradient when it arrives."""
+    model = net(device)
+    with amp.attach_main_grads(model):
+        if had_one:
+            loss_of(model).backward()
+        loss = loss_of(model, 1)
+        before = None if model.twice.weight.grad is None else model.twice.weight.grad.clone()
+        model.twice.requires_grad_(False)
+        loss.backward()
+        assert (before is None) == (model.twice.weight.grad is None)
+        assert before is None or torch.equal(before, model.twice.weight.grad)
+        assert model.norm.weight.grad is not None
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_gives_the_same_gradients(reentrant: bool, device: str) -> None:
     model = net(device)

@@ -181,9 +181,9 @@ def nvcaffe_adadelta(
     """One step as its solver writes it, momentum 0.95, delta 1e-3, decay 0.01; returns w, h, h2."""
     momentum, delta = np.float32(0.95), np.float32(1e-3)
     g = g + np.float32(0.01) * w
-    h = momentum * h + np.float32(1 - 0.95) * (g * g)
+    h = momentum * h + (np.float32(1 - 0.95) * g) * g
     g = g * np.sqrt((h2 + delta) / (h + delta))
-    h2 = momentum * h2 + np.float32(1 - 0.95) * (g * g)
+    h2 = momentum * h2 + (np.float32(1 - 0.95) * g) * g
     found = (w - np.float32(0.5) * g, h, h2)
     return tuple(reference.store(x, "float16", saturating=True) if half else x for x in found)
 

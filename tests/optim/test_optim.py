@@ -55,6 +55,30 @@ def test_hundred_steps_follow_torch(device: str, name: str) -> None:
     assert (found - exact).abs().max() <= 2 * (theirs - exact).abs().max()
 
 
+SQUARING = [name for name, (kind, _) in TWINS.items() if kind not in ("Adagrad", "Adamax", "SGD")]
+
+
+@pytest.mark.parametrize("name", SQUARING)
+def test_gradients_whose_square_overflows_move_the_weight_as_torchs_do(
+    device: str, name: str
+) -> None:
+    """The average of squares is finite as far as torch's, which weighs a gradient first.
+
+    torch's loop over single tensors divides NAdam's average before the root, and overflows there.
+    """
+    kind, arguments = TWINS[name]
+    weights = []
+    for module, loop in ((torch.optim, {"foreach": True}), (amp.optim, {})):
+        weight = nn.Parameter(torch.ones(300, device=device))
+        optimizer = getattr(module, kind)([weight], **arguments, **loop)
+        for grad in (2e19, -2e19, 1.0, 1e20):
+            weight.grad = torch.full_like(weight, grad)
+            optimizer.step()
+        weights.append(weight.detach())
+    assert not torch.equal(weights[0], torch.ones_like(weights[0]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=0)
+
+
 BAD = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 OTHERS = [amp.optim.Adadelta, amp.optim.NAdam, amp.optim.RAdam]
 

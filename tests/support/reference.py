@@ -135,7 +135,7 @@ def kept(update: Floats, w: Floats, decay: float, cautious: bool) -> Floats:
 def adam_moments(g: Floats, m: Floats, v: Floats, n: Numbers) -> tuple[Floats, Floats]:
     """Kingma & Ba 2015: the averages of the gradient and of its square."""
     m = F32(n.betas[0]) * m + F32(1 - n.betas[0]) * g
-    return m, F32(n.betas[1]) * v + F32(1 - n.betas[1]) * (g * g)
+    return m, F32(n.betas[1]) * v + (F32(1 - n.betas[1]) * g) * g
 
 
 def adam(
@@ -213,9 +213,9 @@ def adadelta(
 ) -> tuple[Floats, Floats, Floats]:
     """Zeiler 2012 with torch's learning rate. Returns w and the averages of g^2 and delta^2."""
     g = add_decay(g, n.weight_decay, w)
-    square_avg = F32(n.rho) * square_avg + F32(1 - n.rho) * (g * g)
+    square_avg = F32(n.rho) * square_avg + (F32(1 - n.rho) * g) * g
     delta = np.sqrt(acc_delta + F32(n.eps)) * g / np.sqrt(square_avg + F32(n.eps))
-    acc_delta = F32(n.rho) * acc_delta + F32(1 - n.rho) * (delta * delta)
+    acc_delta = F32(n.rho) * acc_delta + (F32(1 - n.rho) * delta) * delta
     return w - F32(n.lr) * delta, square_avg, acc_delta
 
 
@@ -268,7 +268,7 @@ def rmsprop(
     too.
     """
     g = add_decay(g, n.weight_decay, w)
-    square_avg = F32(n.alpha) * square_avg + F32(1 - n.alpha) * (g * g)
+    square_avg = F32(n.alpha) * square_avg + (F32(1 - n.alpha) * g) * g
     centred = square_avg
     if grad_avg is not None:
         grad_avg = F32(n.alpha) * grad_avg + F32(1 - n.alpha) * g

@@ -23,7 +23,7 @@ struct AdamMoments {
     // update the first moment (momentum)
     m = beta1 * m + one_minus_beta1 * g;
     // update the second moment (RMSprop)
-    v = beta2 * v + one_minus_beta2 * (g * g);
+    v = beta2 * v + (one_minus_beta2 * g) * g;
   }
 };
 

@@ -62,14 +62,14 @@ struct Adadelta {
     // add the gradient of the L2 penalty
     g = add_decay(g, weight_decay, w);
     // average the square
-    square_avg = rho * square_avg + one_minus_rho * (g * g);
+    square_avg = rho * square_avg + (one_minus_rho * g) * g;
     // the gradient in units of the updates so far
     return {sqrtf(acc_delta + eps) * g, square_avg + eps};
   }
 
   AMP_MP_BOTH void take(float delta, float& w, float&, float& acc_delta) const {
     // average the square of the update
-    acc_delta = rho * acc_delta + one_minus_rho * (delta * delta);
+    acc_delta = rho * acc_delta + (one_minus_rho * delta) * delta;
     // take the step
     w = w - lr * delta;
   }

@@ -27,7 +27,7 @@ struct RMSprop {
     // add the gradient of the L2 penalty
     g = add_decay(g, weight_decay, w);
     // average the square
-    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    square_avg = alpha * square_avg + (one_minus_alpha * g) * g;
     return {g, square_avg};
   }
 
@@ -62,7 +62,7 @@ struct PlainRMSprop {
     // add the gradient of the L2 penalty
     g = add_decay(g, weight_decay, w);
     // average the square
-    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    square_avg = alpha * square_avg + (one_minus_alpha * g) * g;
     return {g, square_avg};
   }
 
@@ -98,7 +98,7 @@ struct CenteredRMSprop {
     // add the gradient of the L2 penalty
     g = add_decay(g, weight_decay, w);
     // average the square and the gradient; their difference is the variance
-    square_avg = alpha * square_avg + one_minus_alpha * (g * g);
+    square_avg = alpha * square_avg + (one_minus_alpha * g) * g;
     grad_avg = alpha * grad_avg + one_minus_alpha * g;
     return {g, square_avg - grad_avg * grad_avg};
   }

@@ -93,6 +93,7 @@ void RowNorms::normalise(const at::Tensor& updates, const at::Tensor& verdict,
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& member = members_[i];
     const at::Tensor& local = member.local;
+    if (tensor_of(member.param).numel() == 0) continue;  // on all processes
     if (!has_gradient[i] && !is_dtensor(member.param)) continue;
     at::Tensor own = updates.slice(0, member.begin, member.begin + local.numel());
     if (!local.is_contiguous()) own = own.as_strided(local.sizes(), local.strides());

@@ -199,6 +199,7 @@ class GradScaler(torch.amp.GradScaler):
         grads = []
         for param, info in param_infos(groups):
             grad = gradients.writable_gradient(param, info.label)
+            grad = gradients.dense_part(param, grad)
             if grad is not None and not is_native(grad):
                 return None
             grads.append(grad)
@@ -261,7 +262,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's; with a loss_scale, that policy moves the scale. Never waits for the device.
 
-        ValueError where a policy needs the largest of gradients that are sparse or float64.
+        ValueError where a policy needs the largest of gradients in float64.
         """
         if not self._enabled:
             return

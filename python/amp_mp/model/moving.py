@@ -29,10 +29,16 @@ ELEMENTS = 1024  # of each tensor that are compared
 
 
 class _Seen:
-    """A tensor's elements at the last look, and how often they have moved by a small step."""
+    """A tensor's elements at the last look, and how often they have moved by a small step.
+
+    version: its version counter. is_copied: whether each write since the last look has made it a
+    copy of a weight that is trained, as a target network's; None where no write was seen.
+    """
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.moves, self.named = values, 0, False
+        self.version = -1
+        self.is_copied: bool | None = None
 
     def compare(self, values: Tensor, is_buffer: bool) -> bool:
         """Whether it has moved by a small step: by at most half of the new size of what changed.
@@ -42,7 +48,8 @@ class _Seen:
         since few of them may change, from zero.
         """
         before, self.values = self.values, values
-        if values.shape != before.shape or torch.equal(values, before):
+        is_copied, self.is_copied = self.is_copied, None
+        if is_copied or values.shape != before.shape or torch.equal(values, before):
             return False
         changed = values != before
         size = values.abs()[changed] if is_buffer else values.abs()
@@ -67,9 +74,25 @@ class _Watch:
     def step(self) -> bool:
         """One more step; False after the last one."""
         self.steps += 1
+        if self.weights_moved:
+            self._follow()
         if self.steps in LOOKS:
             self._look()
         return bool(self.seen) and self.steps < max(LOOKS)
+
+    def _follow(self) -> None:
+        """Looks at each write of weights that have moved: copies of others lose nothing.
+
+        At every step, because the weight that was copied is another after the next one.
+        """
+        for module, seen in self.seen.items():
+            for name, known in seen.items():
+                weight = module._parameters.get(name)
+                if not known.moves or weight is None or weight._version == known.version:
+                    continue
+                is_first, known.version = known.version < 0, weight._version
+                if not is_first:
+                    known.is_copied = known.is_copied is not False and _is_copy(weight)
 
     def _look(self) -> None:
         found = [
@@ -149,6 +172,18 @@ def _watched(module: nn.Module) -> dict[str, Tensor]:
         and local.numel()
         and not local.is_meta
     }
+
+
+def _is_copy(weight: Tensor) -> bool:
+    """Whether a prepared model trains a weight that has the same elements."""
+    trained = [
+        param
+        for model in prepared_models
+        for param in model.parameters()
+        if param.requires_grad and (param.shape, param.dtype) == (weight.shape, weight.dtype)
+    ]
+    own, *others = _samples([local_of(each).detach() for each in (weight, *trained)])
+    return any(torch.equal(own, other) for other in others)
 
 
 @torch.no_grad()

@@ -114,7 +114,8 @@ class _Linear(torch.autograd.Function):
 
 def _weight_grad(weight: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
     """The gradient for autograd to add or return; None if it is added already or unwanted."""
-    if (accumulates := _C.accumulates(weight)) is None:
+    accumulates = _C.accumulates(weight)
+    if accumulates is None or not weight.requires_grad:  # frozen since the forward
         return None
     if not (accumulates and _may_write(weight)):
         grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

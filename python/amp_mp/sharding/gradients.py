@@ -125,16 +125,18 @@ def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
 
     A sparse gradient is coalesced in place and gives its values, a DTensor this process's shard.
     """
-    found = []
     given = list(params)
     sharded = any_dtensor(given)
-    for param in given:
-        grad = writable_gradient(param) if sharded else param.grad
-        if grad is not None and grad.is_sparse:
-            param.grad = grad.coalesce()
-            grad = param.grad.values()
-        found.append(grad)
-    return found
+    grads = (writable_gradient(param) if sharded else param.grad for param in given)
+    return [dense_part(*each) for each in zip(given, grads, strict=True)]
+
+
+def dense_part(param: Tensor, grad: Tensor | None) -> Tensor | None:
+    """The memory of a parameter's gradient: of a sparse one, which is coalesced, the values."""
+    if grad is None or not grad.is_sparse:
+        return grad
+    param.grad = grad.coalesce()
+    return param.grad.values()
 
 
 def narrow_zeros(params: Iterable[Tensor]) -> None:

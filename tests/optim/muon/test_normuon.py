@@ -211,3 +211,26 @@ def test_a_transposed_weight_has_the_same_rows(device: str) -> None:
         optimizer.step()
         found.append((array(param), array(optimizer.state[param]["second_momentum_buffer"])))
     assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("hyperball", [False, True], ids=["Muon", "MuonH"])
+def test_a_matrix_without_elements_is_left_alone(
+    device: str, shape: tuple[int, ...], hyperball: bool
+) -> None:
+    """Beside another one, which moves as it does alone."""
+    moved = []
+    for shapes in (((4, 6), shape), ((4, 6),)):
+        params = [nn.Parameter(torch.ones(*each, device=device)) for each in shapes]
+        optimizer = amp.optim.Muon(params, lr=0.1, normalize="rows", hyperball=hyperball)
+        for step in range(2):
+            for param in params:
+                grad = torch.from_numpy(random(param.numel(), step)).view_as(param)
+                param.grad = grad.to(device)
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        held = [x for state in optimizer.state.values() for x in state.values()]
+        assert all(x.isfinite().all() for x in held if isinstance(x, Tensor))
+        moved.append(params[0].detach())
+    assert torch.equal(*moved)
+    assert not torch.equal(moved[0], torch.ones_like(moved[0]))
