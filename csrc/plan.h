@@ -37,6 +37,9 @@ struct Slot {
   Origin origin;          // for random bits: where its elements are in the whole tensor
   int64_t row;            // its row in NormInputs::grads, ::weights and ::gathered
   Changes changes;        // of the weight; mostly none
+  // Where a pass on a CPU leaves the sum of the weights that it stores, with the coefficients of
+  // core/changes.h; null for nothing.
+  uint64_t* sum = nullptr;
 };
 
 // One pair in a copy pass: to = from * multiplier. In an averaging pass `to` is the average and

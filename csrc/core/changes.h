@@ -8,7 +8,9 @@
 // The sum is that of all numbers, as signed integers, each times a coefficient of its place, modulo
 // 2^32. A pass that changes numbers adds what the new ones make more than the old. Coefficients are
 // odd, so one number that is written always changes the sum; of writes to several one in 2^32 goes
-// unseen, and one in 2^16 of those that do nothing but turn signs.
+// unseen, and one in 2^16 of those that do nothing but turn signs. By the same sum, made anew in
+// each step, a weight's record knows whether its master is still of the weight
+// (torch/weights/weight.h).
 #include "core/formats.h"
 
 namespace amp_mp {

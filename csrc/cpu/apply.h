@@ -65,10 +65,10 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
   const bool draw_weights = is_stochastic(slot.master.format);
   Drawn bytes(random_stream(seed, step, slot.tensor_index, false), slot.origin);
   Drawn weight_bytes(random_stream(seed, step, slot.tensor_index, true), slot.origin);
-  Noting noting(slot.changes, slot.master);
+  Noting noting(slot);
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
-    if (noting.is_wanted()) noting.before(i, n);
+    if (noting.compares()) noting.before(i, n);
     const G g = open<G>(slot.grad, i, tile, n);
     const W w = open<W>(slot.master, i, master, n);
     const S0 s0 = open<S0>(slot.state[0], i, state[0], n);
@@ -111,12 +111,12 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   // memory would wait while a long step is encoded.
   constexpr int kStep = is_grouped<F0> || is_grouped<F1> ? kTile : 4 * kTile;
   Halves halves[2];
-  Noting noting(slot.changes, slot.master);
-  const int step = noting.is_wanted() ? kTile : kStep;
+  Noting noting(slot);
+  const int step = noting.compares() ? kTile : kStep;
   Bytes<kStep> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
   for (int64_t i = begin; i < end; i += step) {
     const int n = int(end - i < step ? end - i : step);
-    if (noting.is_wanted()) noting.before(i, n);
+    if (noting.compares()) noting.before(i, n);
     const uint8_t* random = bytes.of(i, n);
     const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
     const MasterPairs w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),

@@ -50,24 +50,26 @@ struct PartialSums {
   }
 };
 
-// Sets the bits of numbers that are not those of before, and adds what they add to the sum. bits:
-// of the tile; null to set none. These are the two loops of compare_tile in one.
+// With kBits sets the bits of numbers that are not those of before, and adds to the sum what these
+// add; without it adds all numbers. These are the loops of compare_tile in one.
 #if defined(__AVX512BW__)
 #define AMP_MP_WHOLE_TILES
+template <bool kBits>
 AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint16_t* after,
                                int64_t tile, PartialSums& sums) {
   __m512i sum = _mm512_setzero_si512();
   for (int i = 0; i < kTile; i += 32) {
-    const __m512i old = _mm512_loadu_si512(before + i), now = _mm512_loadu_si512(after + i);
+    const __m512i now = _mm512_loadu_si512(after + i);
     const __m512i coefficients = _mm512_load_si512(kCoefficients.at + i);
-    if (bits) {
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(now, coefficients));
+    if constexpr (kBits) {
+      const __m512i old = _mm512_loadu_si512(before + i);
       uint32_t own;
       memcpy(&own, bits + i / 8, sizeof own);
       own |= _mm512_cmpneq_epi16_mask(old, now);
       memcpy(bits + i / 8, &own, sizeof own);
+      sum = _mm512_sub_epi32(sum, _mm512_madd_epi16(old, coefficients));
     }
-    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(now, coefficients));
-    sum = _mm512_sub_epi32(sum, _mm512_madd_epi16(old, coefficients));
   }
   const __m512i factor = _mm512_set1_epi32(int(coefficient_of_tile(tile)));
   const __m512i all = _mm512_load_si512(sums.lane);
@@ -75,6 +77,7 @@ AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint
 }
 #elif defined(__AVX2__)
 #define AMP_MP_WHOLE_TILES
+template <bool kBits>
 AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint16_t* after,
                                int64_t tile, PartialSums& sums) {
   const auto load = [](const void* x) {
@@ -82,21 +85,24 @@ AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint
   };
   __m256i sum = _mm256_setzero_si256();
   for (int i = 0; i < kTile; i += 32) {
-    __m256i same[2];
+    [[maybe_unused]] __m256i same[2];
     for (int half = 0; half < 2; ++half) {
       const int at = i + 16 * half;
-      const __m256i old = load(before + at), now = load(after + at);
-      const __m256i coefficients = load(kCoefficients.at + at);
-      same[half] = _mm256_cmpeq_epi16(old, now);
+      const __m256i now = load(after + at), coefficients = load(kCoefficients.at + at);
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(now, coefficients));
-      sum = _mm256_sub_epi32(sum, _mm256_madd_epi16(old, coefficients));
+      if constexpr (kBits) {
+        const __m256i old = load(before + at);
+        same[half] = _mm256_cmpeq_epi16(old, now);
+        sum = _mm256_sub_epi32(sum, _mm256_madd_epi16(old, coefficients));
+      }
     }
-    if (!bits) continue;
-    const __m256i bytes = _mm256_packs_epi16(same[0], same[1]);  // eights in the order 0, 2, 1, 3
-    uint32_t own;
-    memcpy(&own, bits + i / 8, sizeof own);
-    own |= ~uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xD8)));
-    memcpy(bits + i / 8, &own, sizeof own);
+    if constexpr (kBits) {
+      const __m256i bytes = _mm256_packs_epi16(same[0], same[1]);  // eights in the order 0, 2, 1, 3
+      uint32_t own;
+      memcpy(&own, bits + i / 8, sizeof own);
+      own |= ~uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(bytes, 0xD8)));
+      memcpy(bits + i / 8, &own, sizeof own);
+    }
   }
   const __m256i factor = _mm256_set1_epi32(int(coefficient_of_tile(tile)));
   const __m256i all = load(sums.lane);
@@ -105,12 +111,13 @@ AMP_MP_BOTH void compare_whole(uint8_t* bits, const uint16_t* before, const uint
 }
 #endif
 
+template <bool kBits>
 AMP_MP_BOTH void compare_tile(uint8_t* bits, const uint16_t* before, const uint16_t* after,
                               int64_t tile, int n, PartialSums& sums) {
 #ifdef AMP_MP_WHOLE_TILES
-  if (n == kTile) return compare_whole(bits, before, after, tile, sums);
+  if (n == kTile) return compare_whole<kBits>(bits, before, after, tile, sums);
 #endif
-  if (bits) {
+  if constexpr (kBits) {
     alignas(64) uint8_t differ[kTile] = {};
     for (int i = 0; i < n; ++i)
       differ[i] = uint8_t(kCoefficients.bit[i] & (before[i] != after[i] ? 0xFFFFu : 0u));
@@ -122,21 +129,25 @@ AMP_MP_BOTH void compare_tile(uint8_t* bits, const uint16_t* before, const uint1
   }
   uint32_t sum = 0;
   for (int i = 0; i < n; ++i) sum += uint32_t(int32_t(int16_t(after[i])) * kCoefficients.at[i]);
-  for (int i = 0; i < n; ++i) sum -= uint32_t(int32_t(int16_t(before[i])) * kCoefficients.at[i]);
+  if constexpr (kBits)
+    for (int i = 0; i < n; ++i) sum -= uint32_t(int32_t(int16_t(before[i])) * kCoefficients.at[i]);
   sums.lane[0] += sum * coefficient_of_tile(tile);
 }
 
-AMP_MP_BOTH void add_to_sum(const Changes& changes, const PartialSums& sums) {
-  if (changes.sum)  // other threads add their parts
-    __atomic_fetch_add(reinterpret_cast<uint32_t*>(changes.sum), sums.total(), __ATOMIC_RELAXED);
+AMP_MP_BOTH void add_to(uint64_t* sum, const PartialSums& sums) {
+  if (sum)  // other threads add their parts
+    __atomic_fetch_add(reinterpret_cast<uint32_t*>(sum), sums.total(), __ATOMIC_RELAXED);
 }
 
-// Notes the update of a tile: `before` and `after` are called around it.
+// Notes the update of one tile, or of several if only all are added up: `before` and `after` are
+// called around it.
 class Noting {
  public:
-  Noting(const Changes& changes, const Array& weights) : changes_(changes), weights_(weights) {}
+  explicit Noting(const Slot& slot)
+      : changes_(slot.changes), weights_(slot.master), sum_(slot.sum) {}
 
-  bool is_wanted() const { return changes_.sum; }
+  bool is_wanted() const { return changes_.sum || sum_; }
+  bool compares() const { return changes_.sum; }  // then a tile at a time
 
   AMP_MP_OWN void before(int64_t at, int n) {
     const uint16_t* found = numbers_of(weights_, changes_.format, at, before_, n);
@@ -150,17 +161,25 @@ class Noting {
   AMP_MP_OWN void after(int64_t at, int n) {
     alignas(64) uint16_t made[kTile];
     const uint16_t* now = numbers_of(weights_, changes_.format, at, made, n);
-    compare_tile(changes_.bits() + at / 8, before_, now, at / kTile, n, sums_);
+    if (changes_.sum)
+      compare_tile<true>(changes_.bits() + at / 8, before_, now, at / kTile, n, added_);
+    for (int i = 0; sum_ && i < n; i += kTile)
+      compare_tile<false>(nullptr, nullptr, now + i, (at + i) / kTile,
+                          n - i < kTile ? n - i : kTile, sums_);
   }
 
   // Once, when all is updated.
-  void add() const { add_to_sum(changes_, sums_); }
+  void add() const {
+    add_to(changes_.sum, added_);
+    add_to(sum_, sums_);
+  }
 
  private:
   alignas(64) uint16_t before_[kTile];
   const Changes changes_;
   const Array weights_;
-  PartialSums sums_;
+  uint64_t* const sum_;
+  PartialSums added_, sums_;
 };
 
 }  // namespace

@@ -67,17 +67,19 @@ void copy(const Transfer& t, int64_t begin, int64_t end, float multiplier) {
 }
 
 void compare(const Comparison& c, int64_t begin, int64_t end) {
-  alignas(64) uint16_t old[kTile] = {}, now[kTile];
+  alignas(64) uint16_t old[kTile], now[kTile];
   PartialSums sums;
   for (int64_t i = begin; i < end; i += kTile) {
     const int n = int(end - i < kTile ? end - i : kTile);
-    const uint16_t* before =
-        c.before.data ? numbers_of(c.before, c.changes.format, i, old, n) : old;
     const uint16_t* after = numbers_of(c.after, c.changes.format, i, now, n);
-    uint8_t* bits = c.before.data ? c.changes.bits() + i / 8 : nullptr;
-    compare_tile(bits, before, after, i / kTile, n, sums);
+    if (c.before.data)
+      compare_tile<true>(c.changes.bits() + i / 8,
+                         numbers_of(c.before, c.changes.format, i, old, n), after, i / kTile, n,
+                         sums);
+    else
+      compare_tile<false>(nullptr, nullptr, after, i / kTile, n, sums);
   }
-  add_to_sum(c.changes, sums);
+  add_to(c.changes.sum, sums);
 }
 
 // As torch's addcmul_ adds: with a fused multiply-add where the processor has one.

@@ -182,6 +182,7 @@ void apply(const RuleInfo& rule, const Slot* slots, int64_t count, const Hyper* 
     rule.make(made(i), hypers[slots[i].group], *slots[i].clock, norms);
   };
   for (int64_t i = 0; i < count; ++i) {
+    if (slots[i].sum) *slots[i].sum = 0;
     tick(slots, i, hypers[slots[i].group]);
     make(i, norms_of(inputs, slots[i].row, multiplier));
   }

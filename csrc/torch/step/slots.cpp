@@ -67,6 +67,7 @@ void Slots::remember() {
     const SlotTensors& own = own_[size_t(i)];
     s.size = own.param.numel();
     s.master = master_of(size_t(i));
+    if (device_.is_cpu() && own.record) s.sum = own.record->sum_of_step();
     for (size_t k = 0; k < own.states.size(); ++k) s.state[k] = written(own.states[k]);
     s.clock = reinterpret_cast<Clock*>(own.clock.mutable_data_ptr<double>());
     s.group = int32_t(own.group);
@@ -229,7 +230,7 @@ void Slots::finish(bool written) {
     bump_version(params_[i]);
     const at::Tensor& param = shards_.has(i) ? shards_.dtensor(i) : params_[i];
     if (shards_.has(i)) bump_version(param);
-    if (records_[i]) records_[i]->stepped(param, params_[i]);
+    if (records_[i]) records_[i]->stepped(param, params_[i], slots_[i].sum);
   }
   shards_.drop_gradients();
   casting::copies_written(params_, copies_);

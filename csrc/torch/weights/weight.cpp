@@ -1,16 +1,18 @@
 #include "torch/weights/weight.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/arange.h>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "torch/device.h"
 #include "torch/weights/master_tensors.h"
+#include "torch/weights/weight_changes.h"
 
 namespace amp_mp {
 namespace {
@@ -18,21 +20,11 @@ namespace {
 constexpr int64_t kExceptionBytes = 12;  // an int64 index and a float32 value
 constexpr double kLargestHalf = 65504;
 
-// The sum of a 16-bit tensor's elements as integers; `by_place` also by their places.
-int64_t checksum_of(const at::Tensor& weight, bool by_place) {
-  const at::Tensor bits = weight.view(at::kShort);
-  if (!by_place) return bits.sum(at::kLong).item<int64_t>();
-  uint64_t total = 0;
-  for (int64_t dim = 0; dim < std::max<int64_t>(bits.dim(), 1); ++dim) {
-    std::vector<int64_t> others;
-    for (int64_t d = 0; d < bits.dim(); ++d)
-      if (d != dim) others.push_back(d);
-    const at::Tensor sums =
-        others.empty() ? bits.to(at::kLong) : bits.sum(others, false, at::kLong);
-    const at::Tensor places = at::arange(sums.numel(), sums.options()) * 2 + 1;
-    total = 31 * total + uint64_t((sums.flatten() * places).sum().item<int64_t>());
-  }
-  return int64_t(total);
+// The sum of a low-precision weight (core/changes.h). The host waits for it.
+uint64_t sum_of(const at::Tensor& weight) {
+  const at::Tensor sum = at::zeros({1}, weight.options().dtype(at::kLong));
+  compare({weight.detach()}, {std::nullopt}, {sum}, {weight.scalar_type()});
+  return uint64_t(sum.item<int64_t>());
 }
 
 bool rounds_to(const at::Tensor& values, const at::Tensor& weight) {
@@ -82,16 +74,14 @@ bool Weight::fits(const at::Tensor& weight) const {
 bool Weight::is_unwritten(const Param& param) const {
   const at::Tensor& weight = param.local;
   if (!fits(weight)) return false;
-  const bool by_place = param.is_sharded();
-  if (!stored_) return param_.still(param.whole) && local_.not_advanced(weight);
-  // The counter sees all writes but those through `.data`, the checksum sees these. It alone is not
-  // enough: DistributedDataParallel sends rank 0's rounded weights to all ranks; rank 0 alone would
-  // keep its values, and masters would differ between ranks. Nothing sends shards, so for them a
-  // checksum that also sees the elements' places is enough.
-  if (!by_place && !param_.still(weight)) return false;
+  // The sum sees all writes. It alone is not enough: DistributedDataParallel sends rank 0's rounded
+  // weights to all ranks; rank 0 alone would keep its values, and masters would differ between
+  // ranks. Nothing sends shards that are stored, nor weights with other insides.
+  const bool counts = !is_exchanged_ && !(stored_ && param.is_sharded());
+  if (counts && !(param_.still(param.whole) && local_.not_advanced(weight))) return false;
   const at::NoGradGuard no_grad;
-  if (!stored_->indices.defined()) return rounds_to(master_, weight);
-  return checksum_of(weight, by_place) == stored_->checksum;
+  if (needs_sum()) return has_sum_ ? sum_of(weight) == sum_ : counts;
+  return (counts && !stored_) || rounds_to(master_, weight);
 }
 
 // The arrays that hold the weight's value: the master and the weight, float32 values, or the weight
@@ -99,9 +89,10 @@ bool Weight::is_unwritten(const Param& param) const {
 ArrayTensors Weight::held(const Param& param, bool stepping, bool exactly) const {
   const at::NoGradGuard no_grad;
   const at::Tensor& weight = param.local;
-  const bool fitting = fits(weight), unwritten = fitting && is_unwritten(param);
+  const bool fitting = fits(weight), goes_with = fitting && stepping && is_stepped_;
+  const bool unwritten = fitting && (!goes_with || stored_) && is_unwritten(param);
   const bool written = fitting && is_master_written();
-  if (!unwritten && !written && !(fitting && stepping && is_stepped_))
+  if (!unwritten && !written && !goes_with)
     return {weight, weight.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16, {}};
   used_on_current_stream(master_);
   const at::Tensor master = placed(master_, weight);
@@ -178,10 +169,8 @@ bool Weight::store_in_place(const Param& param, const at::Tensor& values, bool e
   if (!few && exactly) return false;
   weight.view(at::kShort).copy_(own.view(at::kShort));
   at::Tensor(master_).copy_(made);
-  stamp(param.whole, weight);
-  if (few && dtype != at::kFloat)
-    stored_ =
-        std::make_unique<Stored>(checksum_of(weight, param.is_sharded()), few->first, few->second);
+  stepped(param.whole, weight);
+  if (few && dtype != at::kFloat) set_stored(weight, few->first, few->second);
   return true;
 }
 
@@ -192,8 +181,7 @@ void Weight::store_anew(const Param& param, const at::Tensor& values) {
     const at::Tensor rest = made_beside(float32_array(values), weight, at::kShort);
     if (const auto few = exceptions(values, master_values(weight, rest))) {
       replace(rest, weight.scalar_type());
-      stored_ = std::make_unique<Stored>(checksum_of(weight, param.is_sharded()), few->first,
-                                         few->second);
+      set_stored(weight, few->first, few->second);
     }
   }
   if (!stored_) {
@@ -237,15 +225,28 @@ void Weight::replace(const at::Tensor& master, at::ScalarType dtype) {
   is_in_groups_ = false;
 }
 
-void Weight::stepped(const at::Tensor& param, const at::Tensor& local) {
+void Weight::stepped(const at::Tensor& param, const at::Tensor& local, bool has_sum) {
   stored_.reset();
+  has_sum_ = has_sum;
+  if (!has_sum && needs_sum() && local.is_cpu()) take_sum(local);
   stamp(param, local);
 }
 
 void Weight::stamp(const at::Tensor& param, const at::Tensor& local) {
   param_ = VersionStamp(param);
   local_ = VersionStamp(local);
+  is_exchanged_ = false;
   if (is_in_groups_) written_ = Stamp(master_);
+}
+
+void Weight::set_stored(const at::Tensor& weight, at::Tensor indices, at::Tensor values) {
+  stored_ = std::make_unique<Stored>(std::move(indices), std::move(values));
+  take_sum(weight);
+}
+
+void Weight::take_sum(const at::Tensor& weight) {
+  sum_ = sum_of(weight);
+  has_sum_ = true;
 }
 
 void Weight::drop() {
@@ -306,18 +307,19 @@ std::optional<Weight::State> Weight::state(const Param& param) const {
   // The tensor that states show, so that deepcopy and pickle make one copy for both.
   const at::Tensor shown = present_shown(), master = shown.defined() ? shown : master_.detach();
   if (!stored_ || !unwritten) return State(master, {}, {}, {}, unwritten, is_stepped_);
-  const auto& [checksum, indices, values] = *stored_;
-  if (!indices.defined()) return State(master, {}, {}, checksum, true, is_stepped_);
-  return State(master, indices, values, checksum, true, is_stepped_);
+  const auto& [indices, values] = *stored_;
+  if (!indices.defined()) return State(master, {}, {}, 0, true, is_stepped_);
+  return State(master, indices, values, 0, true, is_stepped_);
 }
 
 void Weight::set_state(const Param& param, const State& state) {
-  const auto& [master, indices, values, checksum, unwritten, is_stepped] = state;
+  const auto& [master, indices, values, is_stored, unwritten, is_stepped] = state;
   set_master(param, master);
   is_stepped_ = is_stepped;
-  if (checksum)
-    stored_ = std::make_unique<Stored>(*checksum, indices.value_or(at::Tensor()),
-                                       values.value_or(at::Tensor()));
+  if (indices)
+    set_stored(param.local, *indices, *values);
+  else if (is_stored)
+    stored_ = std::make_unique<Stored>();
   if (!unwritten) param_ = VersionStamp();
 }
 

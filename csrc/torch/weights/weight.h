@@ -17,6 +17,10 @@
 //   dicts of optimizers               put_entry            take_entry, by set_master
 //
 // Anybody may write the weight. From then on readers get what was written, and ignore the master.
+// Writes are seen by version counters and, where no counter advances (`.data`, NumPy, shared
+// memory), by a sum of the weight that a store or a step on a CPU leaves here (core/changes.h); a
+// step on a GPU leaves none, and a float32 master needs none, which rounds to another number then.
+//
 // There is one exception: an optimizer that has state for the weight passes `stepping`, and still
 // gets the master. Elements that nobody wrote keep their float32 values; one that was written gets
 // a value that rounds to what was written. An optimizer without state for the weight, a new one or
@@ -54,8 +58,9 @@ enum class Borrower : uint8_t { nobody, masters_block, average };
 
 class Weight {
  public:
-  // For copies: the master; exceptions' indices and values, and the checksum; whether the weight is
-  // unwritten, and whether an optimizer has updated the master.
+  // For copies: the master; exceptions' indices and values; whether there are such, which was a
+  // number in earlier pickles; whether the weight is unwritten, and whether an optimizer has
+  // updated the master.
   using State = std::tuple<at::Tensor, std::optional<at::Tensor>, std::optional<at::Tensor>,
                            std::optional<int64_t>, bool, bool>;
 
@@ -82,10 +87,14 @@ class Weight {
   // The master is in other memory.
   void move_master(const at::Tensor& master) { replace(master, dtype_); }
   // A step has written weight and master. stamp: the caller has put back the weight's bytes, or has
-  // rounded the master into it, so that the two go together.
-  // local: as in Param.
-  void stepped(const at::Tensor& param, const at::Tensor& local);
+  // rounded a float32 master into it, so that the two go together.
+  // local: as in Param. has_sum: the step has left the weight's sum where sum_of_step says.
+  void stepped(const at::Tensor& param, const at::Tensor& local, bool has_sum = false);
   void stamp(const at::Tensor& param, const at::Tensor& local);
+  // Where a step leaves the sum of the weights that it stores; null if it need not.
+  uint64_t* sum_of_step() { return needs_sum() ? &sum_ : nullptr; }
+  // The parameter has got other insides, with a version counter of their own.
+  void exchange() { is_exchanged_ = true; }
   void drop();  // frees the master: the weight is all of its value
 
   // Whether nobody has written the weight since it was stored or stepped.
@@ -128,13 +137,16 @@ class Weight {
   // more memory than float32, and for weights that native code does not read, the master is the
   // float32 values themselves, and there are no indices.
   struct Stored {
-    int64_t checksum;
     at::Tensor indices, values;
   };
 
   bool fits(const at::Tensor& weight) const;
+  // Whether the master cannot tell of itself that the weight was written.
+  bool needs_sum() const { return master_.defined() && master_.scalar_type() != at::kFloat; }
   bool store_in_place(const Param& param, const at::Tensor& values, bool exactly);
   void store_anew(const Param& param, const at::Tensor& values);
+  void set_stored(const at::Tensor& weight, at::Tensor indices, at::Tensor values);
+  void take_sum(const at::Tensor& weight);
   ArrayTensors held(const Param& param, bool stepping, bool exactly = true) const;
   bool is_present(const ArrayTensors& found) const;  // whether the master itself is in it
   at::Tensor present_shown() const;
@@ -146,7 +158,9 @@ class Weight {
   std::unique_ptr<Stored> stored_;
   at::ScalarType dtype_ = at::kFloat;  // the weight's
   bool is_stepped_ = false, is_in_groups_ = false;
-  Stamp written_;  // of a master in param_groups, when it was rounded last
+  bool has_sum_ = false, is_exchanged_ = false;
+  uint64_t sum_ = 0;  // of the weight, at the last store or step
+  Stamp written_;     // of a master in param_groups, when it was rounded last
   std::optional<WeakTensor> shown_;
   bool is_prepared_ = false, is_lost_ = false, is_replaced_ = false;
   Borrower borrower_ = Borrower::nobody;
@@ -176,8 +190,8 @@ void put_entry(const WeightRecord& record, py::handle param, py::handle state);
 
 // Ends the records of these parameters that nobody uses, and the weak references with them.
 void drop_unused_weights(const std::vector<py::object>& params);
-// Ends the weak references to these parameters, so that torch.utils.swap_tensors accepts them. The
-// records stay until the parameters have other insides.
+// Ends the weak references to these parameters, so that torch.utils.swap_tensors accepts them.
+// Their records end when nobody else has the parameters, at the next call or the next new record.
 void release_weights(const std::vector<py::object>& params);
 
 }  // namespace amp_mp

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.messages import warn
 from amp_mp.module_names import prepared_models, without_wrappers
@@ -31,13 +32,13 @@ ELEMENTS = 1024  # of each tensor that are compared
 class _Seen:
     """A tensor's elements at the last look, and how often they have moved by a small step.
 
-    version: its version counter. is_copied: whether each write since the last look has made it a
+    stamp: of its last write. is_copied: whether each write since the last look has made it a
     copy of a weight that is trained, as a target network's; None where no write was seen.
     """
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.moves, self.named = values, 0, False
-        self.version = -1
+        self.stamp: _C.Stamp | None = None
         self.is_copied: bool | None = None
 
     def compare(self, values: Tensor, is_buffer: bool) -> bool:
@@ -88,11 +89,11 @@ class _Watch:
         for module, seen in self.seen.items():
             for name, known in seen.items():
                 weight = module._parameters.get(name)
-                if not known.moves or weight is None or weight._version == known.version:
+                if not known.moves or weight is None:
                     continue
-                is_first, known.version = known.version < 0, weight._version
-                if not is_first:
+                if known.stamp is not None and not known.stamp.still(weight):
                     known.is_copied = known.is_copied is not False and _is_copy(weight)
+                known.stamp = _C.Stamp(weight)
 
     def _look(self) -> None:
         found = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raw_bytes
-from torch import nn
+from torch import Tensor, nn
 
 import amp_mp as amp
 
@@ -99,6 +100,80 @@ def test_after_forget_a_model_is_loaded_and_converted(device: str) -> None:
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.step()
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "to": lambda model: model.to(model.weight.device),
+    "half": lambda model: model.half(),
+    "float": lambda model: model.float(),
+    "load": lambda model: model.load_state_dict({"weight": torch.full((8, 8), 1.001)}),
+}
+
+
+def changed(device: str, change: str, before: str, prepares: bool, swaps: bool) -> list[Tensor]:
+    """Float32 values and weights after a model was changed, and after two steps more."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False, device=device)
+    model = amp.prepare(model, torch.bfloat16) if prepares else model.bfloat16()
+    optimizer = amp.optim.AdamW(model.parameters(), lr=1e-4) if before else None
+    found = []
+
+    def step() -> None:
+        assert optimizer is not None
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if before == "step":
+        step()
+    if optimizer is not None:
+        amp.optim.forget(optimizer)
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        CHANGES[change](model)
+        found += [amp.float32_of(model.weight), model.weight.detach().float().clone()]
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    optimizer = optimizer or amp.optim.AdamW(model.parameters(), lr=1e-4)
+    step()
+    step()
+    return [*found, amp.float32_of(model.weight), copy.deepcopy(model.weight.detach().float())]
+
+
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "converted"])
+@pytest.mark.parametrize("before", ["", "forget", "step"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("_swaps")
+def test_models_are_changed_as_without_swap_tensors(
+    device: str, change: str, before: str, prepares: bool
+) -> None:
+    """Also before any optimizer has stepped: values that stay the same keep their bits."""
+    wanted = changed(device, change, before, prepares, swaps=False)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    found = changed(device, change, before, prepares, swaps=True)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_parameter_that_was_exchanged_has_no_bits_of_the_other(device: str) -> None:
+    model = amp.prepare(nn.Linear(8, 8, bias=False, device=device), torch.bfloat16)
+    optimizer = amp.optim.AdamW(model.parameters())
+    amp.optim.forget(optimizer)
+    other = nn.Parameter((model.weight * 0.5).detach())
+    torch.utils.swap_tensors(model.weight, other)
+    assert torch.equal(amp.float32_of(model.weight), model.weight.float())
+
+
+def test_a_released_parameter_is_freed_with_its_bits(device: str) -> None:
+    """At the latest when the next parameter gets bits."""
+    model = amp.prepare(nn.Linear(8, 8, bias=False, device=device), torch.bfloat16)
+    optimizer = amp.optim.AdamW(model.parameters())
+    amp.optim.forget(optimizer)
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    amp.prepare(nn.Linear(2, 2, device=device), torch.bfloat16)
+    assert weight() is None
 
 
 @pytest.mark.parametrize("memory", ["float32", "exact", "micro"])
