@@ -2,8 +2,9 @@
 
 `save` writes one directory, which `load` reads on any number of processes, into any storage format.
 `contents` finds what is in a directory, `model_part` fills the model and its masters,
-`optimizer_part` makes the optimizer's state dict. `processes` raises the error of one process on
-all of them.
+`optimizer_part` makes the optimizer's state dict. `local_part` finds what differs between
+processes, `places` says where that is in a checkpoint. `processes` raises the error of one process
+on all of them.
 """
 
 from amp_mp.checkpoint.save_load import load, save

@@ -17,25 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_mp.checkpoint.places import LOCAL, PLACES, Home, tables
+from amp_mp.checkpoint.processes import number_of_processes, run, this_rank
 from amp_mp.sharding.shards import like, local_of
 from amp_mp.torch_private import flatten_state_dict, unflatten_state_dict
 
 PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it is replacing
 STRUCTURE = "amp_mp.structure"  # the key under which `save` keeps containers
+GROUPS = "optimizer.param_groups"  # where `save` keeps the param_groups
 
 
 class Contents:
     """The names of everything in a directory of torch.distributed.checkpoint.
 
     keys: all keys. tensors: torch's metadata of those that are tensors. parts: the names at the
-    top.
+    top. Of what differs between processes, what this rank had has the keys that it has elsewhere.
+    stored: the file's own key for each.
+    places: what differs between the processes that saved it, by key (places.py). elsewhere: the
+    keys of that of which this rank had nothing.
     model, optimizer: what stands before the names of parameters and before "state.NAME.ENTRY" in
     the keys; None where there is no such part. In what `save` wrote they are "model." and
     "optimizer."; in other files, which may call the two parts anything, they are found by the
     parameters' names.
     states: the keys of each parameter's optimizer state, by the parameter's name and by entry.
-    groups: the keys of the optimizer's param_groups, each with the group's number and the setting.
-    In files of flattened state dicts there is a parameter's name in place of a number.
+    groups: the keys of the optimizer's param_groups, each with the group's number and the setting,
+    this rank's first. In files of flattened state dicts there is a parameter's name in place of a
+    number.
     others: the keys of what is neither the model's nor the optimizer's.
     paths: how each key was nested.
     """
@@ -49,14 +56,22 @@ class Contents:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         metadata = _read(Path(path))
-        self.keys = set(metadata.state_dict_metadata)
+        entries = metadata.state_dict_metadata
+        self.places: dict[str, list[Home | None]] = {}
+        if PLACES in entries:
+            self.places = _read_places(Path(path))
+        self.stored = self._found(entries)
+        self.keys = set(self.stored)
         self.tensors = {
             key: found
-            for key, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
+            for key, stored in self.stored.items()
+            if isinstance(found := entries[stored], TensorStorageMetadata)
         }
+        nested = metadata.planner_data or {}
         self.paths: dict[str, Any] = {key: (key,) for key in self.keys}
-        self.paths |= metadata.planner_data or {}
+        for key, stored in self.stored.items():
+            place = nested.get(stored, (stored,))
+            self.paths[key] = place if key == stored else place[2:] or (key,)
         self.parts = {str(self.paths[key][0]) for key in self.keys - {STRUCTURE}}
         self.model: str | None = "model."
         self.optimizer: str | None = "optimizer."
@@ -64,7 +79,7 @@ class Contents:
         self.groups: dict[str, tuple[str, str]] = {}
         self.others: list[str] = []
         known = set(names)
-        own = STRUCTURE in self.keys and "model" in self.parts
+        own = STRUCTURE in self.keys and ("model" in self.parts or bool(self.places))
         if not own:
             self._find_parts(known)
         self._sort({"model", "optimizer"} if own else self.parts)
@@ -72,6 +87,27 @@ class Contents:
             self.model = None
         if own and (not self.groups or (self.states and known.isdisjoint(self.states))):
             self.optimizer = None
+
+    def _found(self, entries: Iterable[str]) -> dict[str, str]:
+        """The file's own keys, by those under which this process finds what they hold."""
+        rank, world, found = this_rank(), number_of_processes(), {}
+        fits = {key: own for key, own in self.places.items() if len(own) == world and own[rank]}
+        self.elsewhere = self.places.keys() - fits.keys()
+        for stored in entries:
+            if not stored.startswith(f"{LOCAL}."):
+                found[stored] = stored
+                continue
+            owner, _, key = stored.removeprefix(f"{LOCAL}.").partition(".")
+            unit = key
+            while unit and unit not in self.places:
+                unit = unit.rpartition(".")[0]
+            place = fits[unit][rank] if unit in fits else None
+            if place is not None and str(place.owner) == owner:
+                found[key] = stored
+            elif unit == GROUPS:  # of other processes, for parameters that have moved here
+                found[f"{GROUPS}.~{owner}/{key.removeprefix(GROUPS + '.')}"] = stored
+        found.pop(PLACES, None)
+        return found
 
     def _find_parts(self, known: set[str]) -> None:
         """Finds the parts of other files by the names of the model's parameters in the keys."""
@@ -110,6 +146,23 @@ class Contents:
         if entry is None:
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+
+
+def _read_places(path: Path) -> dict[str, list[Home | None]]:
+    from torch.distributed.checkpoint import state_dict_loader
+
+    values: dict[str, Any] = {PLACES: None}
+    failed = f"{path} could not be read; nothing was loaded"
+    run(state_dict_loader.load, values, path, failed, alone=True)
+    try:
+        return tables(values[PLACES])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise _misfit(PLACES, error) from error
+
+
+def _misfit(key: str, error: Exception) -> ValueError:
+    wrong = f"does not fit what the checkpoint has ({type(error).__name__}: {error})"
+    return ValueError(f"{key!r} {wrong}; nothing was loaded")
 
 
 def _read(path: Path) -> Any:
@@ -199,15 +252,18 @@ def rebuilt(contents: Contents, values: dict[str, Any]) -> dict[str, Any]:
         return unflatten_state_dict(values, {key: contents.paths[key] for key in values})
     try:
         (named,) = values[STRUCTURE]
-        return {name: _values(value, values) for name, value in named.items()}
+        left = contents.elsewhere - values.keys()  # other processes'
+        return {name: _values(value, values, left) for name, value in named.items()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        wrong = f"does not fit what the checkpoint has ({type(error).__name__}: {error})"
-        raise ValueError(f"{STRUCTURE!r} {wrong}; nothing was loaded") from error
+        raise _misfit(STRUCTURE, error) from error
 
 
-def _values(named: Any, values: dict[str, Any]) -> Any:
+def _values(named: Any, values: dict[str, Any], left: set[str]) -> Any:
     if isinstance(named, str):
         return values[named]
-    for each in named if isinstance(named, Mapping) else range(len(named)):
-        named[each] = _values(named[each], values)
+    for each in [*named] if isinstance(named, Mapping) else range(len(named)):
+        if isinstance(named[each], str) and named[each] in left:
+            del named[each]
+        else:
+            named[each] = _values(named[each], values, left)
     return named

@@ -41,8 +41,8 @@ def named_params(model: nn.Module, every_name: bool = False) -> dict[str, Tensor
 def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:
     """By name, an empty tensor for every tensor of the model, None for what is not a tensor.
 
-    targets: the model's state dict. Raises ValueError for a tensor that is missing (with strict,
-    also one that only the file has) or has another shape.
+    targets: the model's state dict. Raises ValueError for a tensor of another shape, and, with
+    strict, for one that is missing.
     """
     if contents.model is None:
         raise ValueError(
@@ -50,15 +50,7 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
         )
     key_of = {name: f"{contents.model}{name}" for name in targets}
     if strict:
-        missing = sorted(set(key_of.values()) - contents.keys)
-        beside = {key for key in contents.tensors if key.startswith(contents.model)}
-        extra = sorted(beside.difference(key_of.values())) if contents.model else []
-        for keys, whose in ((missing, "in the checkpoint"), (extra, "in the model")):
-            if keys:
-                raise ValueError(
-                    f"{keys[0]!r} and {len(keys) - 1} others are not {whose}; nothing was loaded "
-                    "(strict=False leaves them out)"
-                )
+        refuse_any(set(key_of.values()) - contents.keys, "in the checkpoint")
     found: dict[str, Any] = {}
     for name, value in targets.items():
         key = key_of[name]
@@ -76,6 +68,24 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
             )
         found[name] = empty_like(value, entry.properties.dtype)
     return found
+
+
+def beside(contents: Contents, targets: dict[str, Any]) -> set[str]:
+    """The keys of the file's tensors, and of other processes', that this model does not have."""
+    if not contents.model:
+        return set()
+    found = {*contents.tensors, *contents.places}
+    own = {f"{contents.model}{name}" for name in targets}
+    return {key for key in found if key.startswith(contents.model)} - own
+
+
+def refuse_any(keys: set[str], whose: str) -> None:
+    """ValueError where there are keys, which are not in the checkpoint or not in the model."""
+    if keys:
+        raise ValueError(
+            f"{min(keys)!r} and {len(keys) - 1} others are not {whose}; nothing was loaded "
+            "(strict=False leaves them out)"
+        )
 
 
 def float32_values(reading: Reading) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ from amp_mp.param_groups import labelled, params_in
 from amp_mp.sharding.shards import any_dtensor, is_dtensor, like, local_of
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 
+STATE = "optimizer.state."  # what the keys of states begin with where `save` wrote them
+
 # The layout of codes that were not row-major, by the number of dimensions: the only dense one for
 # 2, the one that torch has a name for with more.
 OTHER_LAYOUTS = {2: (1, 0), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
@@ -54,13 +56,17 @@ TORCHS_NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 def refuse_sharded(more: dict[str, Any]) -> None:
-    """TypeError for an optimizer of sharded parameters among other objects to save or load."""
+    """TypeError for an optimizer of sharded parameters among other objects to save or load.
+
+    So for one with process_groups, whose parameters differ between processes.
+    """
     for name, each in more.items():
         groups = each.param_groups if isinstance(each, Optimizer) else []
-        if any_dtensor(params_in(groups)):
+        named = any(group.get("process_groups") for group in groups)
+        if named or any_dtensor(params_in(groups)):
+            what = "with process_groups" if named else "of sharded parameters"
             raise TypeError(
-                f"{name} is an optimizer of sharded parameters; save it with its model in a "
-                "directory of its own"
+                f"{name} is an optimizer {what}; save it with its model in a directory of its own"
             )
 
 
@@ -115,25 +121,38 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         )
     return {
         "state": {name_of[number]: state for number, state in packed["state"].items()},
-        "param_groups": [{**group, "params": own} for group, own in groups],
+        "param_groups": [
+            {**group, "params": own, **without_groups(group)} for group, own in groups
+        ],
     }
 
 
-def check_has_optimizer(contents: Contents, names: set[str], strict: bool) -> None:
-    """Raises ValueError where the file has no optimizer.
+def without_groups(group: dict[str, Any]) -> dict[str, None]:
+    """What takes a param_group's process_groups out: those of this run, which no file can hold."""
+    return {"process_groups": None} if "process_groups" in group else {}
 
-    So it does, with strict, where the file has states of parameters that are not among `names`.
-    """
+
+def check_has_optimizer(contents: Contents) -> None:
+    """Raises ValueError where the file has no optimizer."""
     if contents.optimizer is None:
         raise ValueError(
             "the checkpoint has no optimizer's state by the names of the model's parameters (names "
             "are in what amp_mp.checkpoint.save and torch's get_optimizer_state_dict write, not in "
             "optimizer.state_dict()); nothing was loaded"
         )
-    others = sorted(contents.states.keys() - names)
-    if strict and others:
+
+
+def beside(contents: Contents, names: set[str]) -> set[str]:
+    """The names of which the file has states, and these do not; also those of other processes."""
+    states = {key.removeprefix(STATE) for key in contents.places if key.startswith(STATE)}
+    return (contents.states.keys() | states) - names
+
+
+def refuse_others(names: set[str]) -> None:
+    """ValueError where the file has states of parameters that no process's optimizer has."""
+    if names:
         raise ValueError(
-            f"the checkpoint has an optimizer's state of {others[0]!r} and {len(others) - 1} "
+            f"the checkpoint has an optimizer's state of {min(names)!r} and {len(names) - 1} "
             "others, which this optimizer does not have; nothing was loaded (strict=False leaves "
             "them out)"
         )
@@ -228,7 +247,12 @@ def packed_state(reading: Reading, optimizer: Optimizer, strict: bool) -> dict[s
     packed = {
         "state": {number_of[name]: states[name] for name in names if states[name]},
         "param_groups": [
-            {**group, **found, "params": [number_of[name] for name in own]}
+            {
+                **group,
+                **found,
+                "params": [number_of[name] for name in own],
+                **without_groups(group),
+            }
             for group, found, own in zip(optimizer.param_groups, settings, groups, strict=True)
         ],
     }
@@ -242,7 +266,11 @@ def load_checked(optimizer: Optimizer, packed: dict[str, Any]) -> None:
     """Has the optimizer load what `packed_state` has checked, without a second check."""
     if isinstance(optimizer, FusedOptimizer):
         stepper_of(optimizer).checked = packed["state"]
+    own = [group.get("process_groups") for group in optimizer.param_groups]
     optimizer.load_state_dict(packed)
+    for group, kept in zip(optimizer.param_groups, own, strict=True):
+        if kept is not None:  # torch's optimizers have taken the groups as they were packed
+            group["process_groups"] = kept
 
 
 def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) -> dict[str, Any]:
@@ -250,8 +278,16 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
 
     saved: groups by number, with the names in "params", or settings by each parameter's name.
     """
-    groups = [group for group in saved.values() if set(names) & set(group.get("params", ()))]
-    known = {name for group in groups for name in group["params"]}
+    named = ("params", "param_names")
+    groups: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for number, group in saved.items():
+        # Those of other processes stand last, and are for parameters that have moved here.
+        own = (set(names) - known) & set(group.get("params", ()))
+        settings = {k: v for k, v in group.items() if k not in named}
+        if own and not (number.startswith("~") and settings in groups):
+            groups.append(settings)
+        known |= own
     for name in names:
         if name in saved and "params" not in saved[name]:
             known.add(name)
@@ -269,7 +305,6 @@ def _settings(saved: dict[str, dict[str, Any]], names: list[str], strict: bool) 
             "checkpoint; make the optimizer with the groups that it was saved with; nothing was "
             "loaded"
         )
-    named = ("params", "param_names")
     return {k: v for group in groups for k, v in group.items() if k not in named}
 
 

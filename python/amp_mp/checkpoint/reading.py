@@ -39,7 +39,8 @@ class Reading:
         places += [(self.weights, name, f"{self.contents.model}{name}") for name in self.weights]
         for name, state in self.states.items():
             places += [(state, entry, self.contents.states[name][entry]) for entry in state]
-        values = {key: owner[name] for owner, name, key in places}
+        stored = self.contents.stored
+        values = {stored[key]: owner[name] for owner, name, key in places}
         run(state_dict_loader.load, values, path, f"{path} could not be read; nothing was loaded")
         for owner, name, key in places:
-            owner[name] = values[key]
+            owner[name] = values[stored[key]]

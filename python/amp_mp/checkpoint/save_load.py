@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.checkpoint import model_part, optimizer_part
+from amp_mp.checkpoint import local_part, model_part, optimizer_part, places
 from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
-from amp_mp.checkpoint.processes import all_or_none, is_first_process, run
+from amp_mp.checkpoint.processes import all_or_none, run, this_rank
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.param_groups import params_in
 from amp_mp.torch_private import EXTRA_STATE
@@ -37,7 +37,8 @@ def save(
     Every process calls it with its shards; nothing is gathered. The directory is one of
     torch.distributed.checkpoint, {"model": ..., "optimizer": ..., name: ...}, with the names of the
     unwrapped model's parameters. It appears under its name when it is complete: an interrupted
-    save leaves an earlier one as it was.
+    save leaves an earlier one as it was. Parameters that differ between processes under one name,
+    by their param_group's process_groups or by their bytes, are written for each.
 
     Args:
         path: the directory, or a symbolic link to it, which all processes see; a checkpoint that is
@@ -48,12 +49,13 @@ def save(
             around one. Without it the bits that rounding cut off from the weights are saved all the
             same, and `load` of a prepared model keeps them.
         more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
-            on all processes. One process writes it.
+            on all processes. One process writes it, but for parameters of modules.
 
     Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
-    parameters; FileExistsError where path is a file or a directory with other files in it, or where
-    path with .incomplete or .previous exists and no save has made it; RuntimeError where a process
-    cannot write. If a process does not call it, the others wait for the process group's timeout.
+    parameters, and for one in `more` whose parameters differ between processes; FileExistsError
+    where path is a file or a directory with other files in it, or where path with .incomplete or
+    .previous exists and no save has made it; RuntimeError where a process cannot write. If a
+    process does not call it, the others wait for the process group's timeout.
     """
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -70,7 +72,7 @@ def save(
             state["optimizer"] = optimizer_part.named_state(model, optimizer)
         elif masters := model_part.masters(model):
             state["optimizer"] = {"state": masters}
-        if is_first_process():
+        if this_rank() == 0:
             _refuse_other_files(target)
             _refuse_other_files(unfinished, kept=True)
             _refuse_other_files(previous, kept=True)
@@ -80,12 +82,14 @@ def save(
     for name, value in weights.items():
         if name.endswith(EXTRA_STATE) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
-    with all_or_none():
+    with all_or_none() as told:
         kept = {n: v.state_dict() if hasattr(v, "state_dict") else v for n, v in more.items()}
         state = with_structure(state | kept, kept)
+        told.append(local_part.told(model, optimizer, state, more))
+    local_part.set_apart(state, told)
     run(state_dict_saver.save, state, unfinished, f"{path} was not written")
     with all_or_none():
-        if is_first_process():
+        if this_rank() == 0:
             _put_in_place(target, unfinished, previous)
 
 
@@ -157,30 +161,34 @@ def load(
         path: the directory. Load only files that you trust: `more` is unpickled.
         model, optimizer: as for `save`, in their own dtypes, formats and shards.
         strict: True raises ValueError where the model or the optimizer has a tensor that the file
-            lacks, or the other way round. False leaves out what only one of them has. A parameter
-            without any state in the file has taken no step.
+            lacks, or the file one that no process has. False leaves out what only one of them has.
+            A parameter without any state in the file has taken no step.
         more: objects with load_state_dict (schedulers, scalers), by the names they were saved with.
             Modules are loaded before the others.
 
     Returns what else is in the file, by name; state dicts of the objects in `more` too.
     Raises on all processes, with nothing changed: FileNotFoundError where there is no complete
-    checkpoint, ValueError naming what is missing or of another shape or group, TypeError for an
+    checkpoint, ValueError naming what is missing, of another shape or group, or differs between
+    processes and is held otherwise here, TypeError for an
     object that cannot be loaded, RuntimeError where a process cannot read its part.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     optimizer = optimizer_part.innermost(optimizer)
     targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
-    with all_or_none():
+    with all_or_none() as told:
         params = model_part.named_params(model)
         _C.refuse_borrowed(params.values(), "checkpoint.load()")
         contents = Contents(path, params)
         groups = [] if optimizer is None else optimizer_part.names_of_groups(params, optimizer)
+        _refuse_other_layout(contents, params, optimizer, more)
         _check_more(contents, more)
         names = {name for own in groups for name in own}
         weights = model_part.template(contents, targets, strict)
         if optimizer is not None:
-            optimizer_part.check_has_optimizer(contents, names, strict)
+            optimizer_part.check_has_optimizer(contents)
+        # What the others have is no surplus: each process may have parameters of its own.
+        told.append((model_part.beside(contents, targets), optimizer_part.beside(contents, names)))
         given = [] if optimizer is None else optimizer.param_groups
         away = {*params_in(group for group in given if group.get("offload"))}
         template = partial(optimizer_part.template, contents)
@@ -188,6 +196,10 @@ def load(
         others = [*contents.others, *(contents.groups if groups else ())]
         rest = {key: contents.empty(key) for key in others}
         reading = Reading(contents, params, targets, groups, names, weights, states, rest)
+    if strict:
+        surplus, other_states = (set.intersection(*each) for each in zip(*told, strict=True))
+        model_part.refuse_any(surplus, "in the model")
+        optimizer_part.refuse_others(other_states if optimizer is not None else set())
     reading.read(Path(path))
     with all_or_none():
         reading.masters = model_part.float32_values(reading)
@@ -197,29 +209,46 @@ def load(
         found = rebuilt(contents, {key: reading.others[key] for key in contents.others})
     reading.states.clear()  # masters that became float32 values are in memory no longer
     with ExitStack() as undo:
-        undo.callback(model_part.way_back_of_masters(params))
-        model_part.load_weights(model, reading, undo)
-        if optimizer is not None and packed is not None:
-            absent = reading.names - reading.weights.keys()
-            before = {
-                p: optimizer.state[p]
-                for n, p in params.items()
-                if n in absent and p in optimizer.state
-            }
-            held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
-            undo.callback(vars(optimizer).update, held)
-            optimizer_part.load_checked(optimizer, packed)
-            optimizer.state.update(before)
-        for name, each in sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module)):
-            undo.callback(_way_back(each))
-            try:
-                each.load_state_dict(found.get(name, {}))
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                wrong = f"cannot load what the checkpoint has ({type(error).__name__}: {error})"
-                raise ValueError(f"{name} {wrong}; nothing was loaded") from error
-        model_part.keep_masters(model, optimizer, reading)
+        with all_or_none():
+            undo.callback(model_part.way_back_of_masters(params))
+            model_part.load_weights(model, reading, undo)
+            if optimizer is not None and packed is not None:
+                absent = reading.names - reading.weights.keys()
+                before = {
+                    p: optimizer.state[p]
+                    for n, p in params.items()
+                    if n in absent and p in optimizer.state
+                }
+                held = dict(vars(optimizer), defaults=dict(optimizer.defaults))
+                undo.callback(vars(optimizer).update, held)
+                optimizer_part.load_checked(optimizer, packed)
+                optimizer.state.update(before)
+            in_turn = sorted(more.items(), key=lambda item: not isinstance(item[1], nn.Module))
+            for name, each in in_turn:
+                undo.callback(_way_back(each))
+                try:
+                    each.load_state_dict(found.get(name, {}))
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    wrong = f"cannot load what the checkpoint has ({type(error).__name__}: {error})"
+                    raise ValueError(f"{name} {wrong}; nothing was loaded") from error
+            model_part.keep_masters(model, optimizer, reading)
         undo.pop_all()  # nothing is to be undone
     return found
+
+
+def _refuse_other_layout(
+    contents: Contents,
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer | None,
+    more: Mapping[str, Any],
+) -> None:
+    """ValueError for a parameter that each process had for itself, and that is not here alike."""
+    tensors = {f"model.{name}": (name, param) for name, param in params.items()}
+    tensors |= {f"optimizer.state.{name}": (name, param) for name, param in params.items()}
+    for item, each in more.items():
+        own = each.named_parameters() if isinstance(each, nn.Module) else ()
+        tensors |= {f"{item}.{name}": (f"{item}.{name}", param) for name, param in own}
+    places.refuse_other_layout(contents.places, tensors, places.groups_of(optimizer))
 
 
 def _way_back(each: Any) -> Callable[[], None]:
