@@ -54,8 +54,7 @@ fused_rms_norm = torch.ops.aten._fused_rms_norm
 global_step_pre_hooks = optimizers._global_optimizer_pre_hooks
 
 # What torch.compile, activation checkpointing and FSDP1 put into the names of parameters.
-COMPILED = "_orig_mod"
-WRAPPED = COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+WRAPPED = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 # How the key of a module's get_extra_state() ends.
 EXTRA_STATE = "_extra_state"
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import LOW, MASTER_BITS, PRESETS, make, masters, network, snapshot, train
+from helpers import raw_bytes
 from tiers import tiered
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -64,6 +65,42 @@ def test_every_format_is_read_into_every_other(before: str, after: str, tmp_path
             found[number]["exp_avg_sq"], state["exp_avg_sq"], rtol=rtol, atol=atol
         )
     train(other, another, 1)
+
+
+def in_data_parallel(model: Any, way: str) -> Any:
+    if "part" in way:
+        model[0] = nn.DataParallel(model[0])
+    if "compiled" in way:
+        model = torch.compile(model)
+    return nn.DataParallel(model) if "whole" in way else model
+
+
+WAYS = ["whole", "part", "whole, part, compiled"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_data_parallel_is_not_in_the_names(way: str, alone: bool, tmp_path: Path) -> None:
+    """The file is that of the plain model, and either loads the other's, masters included."""
+    model, optimizer = make("lean")
+    train(model, optimizer, 2)
+    around = in_data_parallel(copy.deepcopy(model), way)
+    second = amp.optim.AdamW(around.parameters(), lr=1e-2, memory="lean")
+    second.load_state_dict(optimizer.state_dict())
+    given = ([model], [around]) if alone else ([model, optimizer], [around, second])
+    keys = []
+    for name, each in zip(("plain", "around"), given, strict=True):
+        amp.checkpoint.save(tmp_path / name, *each)
+        keys.append(dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata)
+    assert keys[0].keys() == keys[1].keys()
+    wanted = raw_bytes(list(amp.float32_state_dict(model).values()))
+    for name, is_around in (("plain", True), ("around", False), ("around", True)):
+        other, another = make("lean")
+        other = in_data_parallel(other, way) if is_around else other
+        amp.checkpoint.load(tmp_path / name, other, *([] if alone else [another]))
+        assert raw_bytes(list(amp.float32_state_dict(other).values())) == wanted
+        if not alone:
+            assert raw_bytes(another.state_dict()) == raw_bytes(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("wanted", ["contiguous", "channels_last"])

@@ -170,6 +170,37 @@ def test_stages_with_replicas(tmp_path: Path) -> None:
         assert {k: after[k] for k in buffers} in [{k: r[k] for k in buffers} for r in of_stage]
 
 
+def part_in_ddp(path: str) -> Any:
+    """The names that amp.Changes gives, and whether this process has its own back."""
+    model, _ = experts("amp", None)
+    plain = [name for name, _ in model.named_parameters()]
+    model["dense"] = DistributedDataParallel(model["dense"])
+    groups = [
+        {"params": model["dense"].parameters()},
+        {"params": model["expert"].parameters(), "process_groups": dist.group.WORLD},
+    ]
+    optimizer = amp.optim.AdamW(groups, lr=0.1)
+    changes = amp.Changes(model, LOW)
+    step(optimizer, 3)
+    names = list(changes.take())
+    before = held(model, optimizer)
+    amp.checkpoint.save(path, model, optimizer)
+    spoil(model, optimizer)
+    amp.checkpoint.load(path, model, optimizer)
+    return names == plain, held(model, optimizer) == before
+
+
+def test_experts_beside_a_part_in_ddp(tmp_path: Path) -> None:
+    """The file has the plain model's names."""
+    assert on_ranks(2, part_in_ddp, f"{tmp_path}/c") == [(True, True)] * 2
+    keys = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
+    assert {key for key in keys if "dense.weight" in key and ".module." not in key} >= {
+        "model.dense.weight",
+        "optimizer.state.dense.weight.exp_avg",
+    }
+    assert not any(".module." in key for key in keys)
+
+
 def meshes(across: bool, is_split: bool) -> tuple[nn.Module, Any]:
     """Two experts on four processes: each on two, as copies or in parts, beside FSDP2.
 

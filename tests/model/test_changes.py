@@ -587,6 +587,26 @@ def test_weights_that_come_and_go(device: str) -> None:
     assert changes.share() == 0.0
 
 
+def in_parts(model: Any) -> Any:
+    model[1] = nn.DataParallel(torch.compile(model[1]))
+    return nn.DataParallel(model)
+
+
+def test_names_are_without_what_data_parallel_adds() -> None:
+    """On either side; DistributedDataParallel is in tests/distributed."""
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))).to(BF16)
+    trainer, receiver = in_parts(copy.deepcopy(plain)), in_parts(copy.deepcopy(plain))
+    changes = amp.Changes(trainer)
+    give_gradients(trainer, 0)
+    amp.optim.SGD(trainer.parameters(), lr=1.0).step()
+    taken = changes.take()
+    assert list(taken) == [name for name, _ in plain.named_parameters()]
+    for each in (plain, receiver):
+        amp.apply_changes(each, taken)
+        for now, wanted in zip(each.parameters(), trainer.parameters(), strict=True):
+            assert torch.equal(now, wanted)
+
+
 def test_tied_weights_have_their_first_name(device: str) -> None:
     model = Weights([(4, 4)], device, BF16)
     model.tied = model.w0

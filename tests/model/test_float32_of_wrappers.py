@@ -150,8 +150,15 @@ def in_ddp(model: nn.Module) -> nn.Module:
     return wrapper
 
 
+def part_in_data_parallel(model: Any) -> nn.Module:
+    model[2] = nn.DataParallel(model[2])
+    return model  # type: ignore[no-any-return]
+
+
 AROUND: dict[str, Callable[[nn.Module], Any]] = {
     "nothing": lambda model: model,
+    "DataParallel": nn.DataParallel,
+    "DataParallel around a part": part_in_data_parallel,
     "compile": torch.compile,
     "parts": checkpointed,
     "ddp": in_ddp,

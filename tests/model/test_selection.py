@@ -178,6 +178,16 @@ def test_patterns_may_have_what_wrappers_put_into_names(convert: Any) -> None:
     assert found == NORMS | starting("body.0")
 
 
+@converters
+@pytest.mark.parametrize("pattern", ["body.0", "body.?.bias", "norm", "body.2.*"])
+def test_patterns_look_through_data_parallel(convert: Any, pattern: str) -> None:
+    plain, model = Model(), Model()
+    model.body[2] = nn.DataParallel(model.body[2])
+    convert(plain, BF16, pattern)
+    convert(nn.DataParallel(model), BF16, pattern)
+    assert {name.replace("module.", "") for name in float32_in(model)} == float32_in(plain)
+
+
 # Rotary positions.
 
 

@@ -27,7 +27,7 @@ from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.messages import say, warn
 from amp_mp.model.convert import convert_network, prepare
 from amp_mp.model.selection import named_tensors
-from amp_mp.module_names import is_wrapper
+from amp_mp.module_names import adds_module
 from amp_mp.param_groups import params_in
 from amp_mp.scaling.policies import ScalePolicy, Static, check_scale
 from amp_mp.switch import ENABLED
@@ -150,7 +150,7 @@ def _check(models: list[nn.Module], optimizers: list[Optimizer], chosen: Propert
     converts = chosen.cast_model_type is not None
     for model in models:
         for module in model.modules():
-            if is_wrapper(module) or isinstance(module, nn.DataParallel):
+            if adds_module(module):
                 kind = type(module).__name__
                 raise RuntimeError(f"models: found a {kind}; wrap the model after amp.initialize")
         for name, tensor in named_tensors(model).items():

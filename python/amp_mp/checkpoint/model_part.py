@@ -6,36 +6,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.checkpoint.contents import Contents, empty_like
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
-from amp_mp.module_names import without_wrappers
+from amp_mp.module_names import is_wrapper, plain_name, plain_names
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
 from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import is_dtensor, like, local_of
-from amp_mp.torch_private import COMPILED, EXTRA_STATE, tree_map_only
+from amp_mp.torch_private import EXTRA_STATE, tree_map_only
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel or torch.compile."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else None
-        inner = getattr(model, COMPILED, None) if inner is None else inner
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """The state dict with the plain model's names. Puts back what FSDP2 has gathered."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    # torch takes off what wrappers add to names, but for nn.DataParallel's.
+    plain, torchs = plain_names(model), plain_names(model, is_wrapper)
+    names = {own: plain[path] for path, own in torchs.items()}
+    return {plain_name(names, name): value for name, value in get_model_state_dict(model).items()}
 
 
 def named_params(model: nn.Module, every_name: bool = False) -> dict[str, Tensor]:
     """Every parameter by its name. One with several names has its first, or all of them."""
-    named = unwrapped(model).named_parameters(remove_duplicate=not every_name)
-    return {without_wrappers(name): param for name, param in named}
+    names = plain_names(model)
+    named = model.named_parameters(remove_duplicate=not every_name)
+    return {plain_name(names, name): param for name, param in named}
 
 
 def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -121,7 +121,8 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
     weights, targets = reading.weights, reading.targets
     first = {param: name for name, param in reading.params.items()}
     every = named_params(model, every_name=True)
-    modules = {without_wrappers(name): m for name, m in unwrapped(model).named_modules()}
+    names = plain_names(model)
+    modules = {names[path]: m for path, m in model.named_modules(remove_duplicate=False)}
     for name, value in weights.items():
         param = every.get(name)
         if name.endswith(EXTRA_STATE):

@@ -43,8 +43,8 @@ def save(
     Args:
         path: the directory, or a symbolic link to it, which all processes see; a checkpoint that is
             there is replaced.
-        model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel or
-            compiled.
+        model: plain, or sharded by fully_shard or parallelize_module, in DistributedDataParallel,
+            DataParallel or compiled.
         optimizer: one of amp_mp or torch.optim over the model's own parameters, or Accelerate's
             around one. Without it the bits that rounding cut off from the weights are saved all the
             same, and `load` of a prepared model keeps them.
@@ -58,11 +58,10 @@ def save(
     process does not call it, the others wait for the process group's timeout.
     """
     from torch.distributed.checkpoint import state_dict_saver
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     target, optimizer = Path(os.path.realpath(path)), optimizer_part.innermost(optimizer)
     unfinished, previous = (target.with_name(target.name + end) for end in (INCOMPLETE, PREVIOUS))
-    weights: dict[str, Any] = {**get_model_state_dict(model)}  # puts back what FSDP2 has gathered
+    weights = model_part.state_of(model)
     with all_or_none():
         for each in (model, *(each for each in more.values() if isinstance(each, nn.Module))):
             _C.refuse_borrowed(each.parameters(), "checkpoint.save()", reads=True)
@@ -172,10 +171,8 @@ def load(
     processes and is held otherwise here, TypeError for an
     object that cannot be loaded, RuntimeError where a process cannot read its part.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
     optimizer = optimizer_part.innermost(optimizer)
-    targets = get_model_state_dict(model)  # puts back what FSDP2 has gathered
+    targets = model_part.state_of(model)
     with all_or_none() as told:
         params = model_part.named_params(model)
         _C.refuse_borrowed(params.values(), "checkpoint.load()")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype
 from amp_mp.model import moving
-from amp_mp.module_names import is_wrapper, without_wrappers
+from amp_mp.module_names import plain_name, plain_names
 from amp_mp.sharding.shards import is_dtensor, local_of, origin_of, why_unusable
 
 
@@ -271,16 +271,13 @@ def _in_rows(local: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 def _named_parameters(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Parameter]]:
     """The parameters with their modules, by the names of the plain model."""
-    inner: Any = model
-    while is_wrapper(inner):
-        inner = inner.module
+    names = plain_names(model)
     found, seen = {}, set[int]()
-    for prefix, module in inner.named_modules():
+    for prefix, module in model.named_modules():
         for name, param in module._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
-                full = f"{prefix}.{name}" if prefix else name
-                found[without_wrappers(full)] = (module, param)
+                found[plain_name(names, f"{prefix}.{name}")] = (module, param)
     return found
 
 

@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
-from amp_mp.module_names import DDP, is_wrapper, without_wrappers
+from amp_mp.module_names import DDP, plain_name, plain_names, without_wrappers
 from amp_mp.optim.state import low_bits
 from amp_mp.param_groups import stepped_params
 from amp_mp.sharding.shards import like, why_foreign
@@ -108,12 +108,12 @@ def load_float32_state_dict(
     Weights become the rounded values; the bits that rounding cuts off stay beside them, and every
     optimizer over them goes on from the values themselves, as exactly as its `memory=` stores them.
     Other optimizer states stay. Names are those of model.state_dict(), whatever wrappers put into
-    either one's: `_orig_mod.`, `_checkpoint_wrapped_module.`, DDP's `module.`. A sharded
-    model's DTensors are loaded from DTensors; torch.distributed.checkpoint.state_dict's
-    set_model_state_dict makes them of whole tensors. An optimizer between the two is not needed
-    any more; one of amp_mp that is passed makes its state first, so that its format decides how a
-    value half way between two weights is rounded. Returns what Module.load_state_dict does, and
-    raises what it does; ValueError for another rank's DTensors, TypeError for no optimizer.
+    either one's: `_orig_mod.`, `_checkpoint_wrapped_module.`, `module.`. A sharded model's DTensors
+    are loaded from DTensors; torch.distributed.checkpoint.state_dict's set_model_state_dict makes
+    them of whole tensors. An optimizer between the two is not needed any more; one of amp_mp that
+    is passed makes its state first, so that its format decides how a value half way between two
+    weights is rounded. Returns what Module.load_state_dict does, and raises what it does;
+    ValueError for another rank's DTensors, TypeError for no optimizer.
     """
     if state_dict is None and isinstance(optimizer, Mapping):
         optimizer, state_dict = None, optimizer
@@ -137,11 +137,13 @@ def _under_names_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[
     own = dict.fromkeys(model.state_dict())
     if own.keys() >= state_dict.keys():
         return state_dict
-    root = DDP if is_wrapper(model) else ""
-    names = {without_wrappers(name.removeprefix(root)): name for name in own}
+    plain = plain_names(model)
+    names = {plain_name(plain, name): name for name in own}
 
     def found(name: str) -> str:
-        plain = without_wrappers(name)
-        return names.get(plain) or names.get(without_wrappers(name.removeprefix(DDP))) or name
+        outer = without_wrappers(name)
+        bare = f".{outer}".replace(f".{DDP}", ".").removeprefix(".")  # around parts, too
+        inner = (names[each] for each in (outer, outer.removeprefix(DDP), bare) if each in names)
+        return next(inner, name)
 
     return {name if name in own else found(name): value for name, value in state_dict.items()}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from amp_mp.module_names import matches, without_wrappers
+from amp_mp.module_names import matches, plain_names
 from amp_mp.torch_private import NormBase
 
 # Statistics and small affine weights, where low precision saves nothing and costs accuracy.
@@ -106,7 +106,7 @@ def matching(model: nn.Module, wanted: Kept, where: str) -> tuple[dict[int, nn.M
     """Modules by id, and ids of single tensors, that types and patterns name; or an error."""
     modules: dict[int, nn.Module] = {}
     kept: set[int] = set()
-    tensors = named_tensors(model)
+    tensors, plain = named_tensors(model), plain_names(model)
     for entry in [wanted] if isinstance(wanted, str | type | nn.Module) else wanted:
         if isinstance(entry, type) and issubclass(entry, nn.Module):
             modules |= {id(m): m for m in model.modules() if isinstance(m, entry)}
@@ -115,9 +115,9 @@ def matching(model: nn.Module, wanted: Kept, where: str) -> tuple[dict[int, nn.M
                 raise ValueError(f"{where}: this {type(entry).__name__} is not in the model")
             modules[id(entry)] = entry
         elif isinstance(entry, str):
-            parts = {n: m for n, m in model.named_modules() if without_wrappers(n)}
-            found = {id(m): m for n, m in parts.items() if matches(n, entry)}
-            names = [name for name in tensors if matches(name, entry)]
+            parts = {n: m for n, m in model.named_modules() if plain[n]}
+            found = {id(m): m for n, m in parts.items() if matches(n, entry, plain)}
+            names = [name for name in tensors if matches(name, entry, plain)]
             if not found and not names:
                 raise ValueError(f"{where}: {entry!r} matches no module or parameter of the model")
             modules |= found
