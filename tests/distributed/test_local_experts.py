@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -301,3 +304,86 @@ def test_a_float16_expert_on_one_process_is_unscaled_there(shards: bool) -> None
     for norm, moved in on_ranks(2, float16_expert, shards):
         assert norm == pytest.approx(right, rel=NORM_ERROR)
         assert moved == pytest.approx([3.0 / right] * 4, abs=2.0**-20)
+
+
+def scripts_of_copies(place: str) -> tuple[Any, Any]:
+    """Experts as in Experts, and an optimizer or scaler that names the group in this place."""
+    model = Experts(False)
+    options: dict[str, Any] = {"lr": 0.5, "max_grad_norm": 1.0}
+    if place == "the argument":  # of a stage; the dense layer has no optimizer
+        own = {"process_groups": dist.group.WORLD}
+        return model, amp.optim.SGD(model.expert.parameters(), **options, **own)
+    if place == "LARC":
+        del options["max_grad_norm"]
+        return model, amp.apex.parallel.LARC(amp.optim.SGD(model.groups(), lr=0.5))
+    return model, amp.optim.SGD(model.groups(), **options)
+
+
+def stepped(model: Experts, optimizer: Any) -> list[list[float]]:
+    model.expert.weight.grad = torch.full((2, 2), 2.0 + dist.get_rank(), dtype=torch.bfloat16)
+    model.dense.weight.grad = torch.full((2, 2), 3.0, dtype=torch.bfloat16)
+    optimizer.step()
+    return [param.detach().flatten().tolist() for param in model.parameters()]
+
+
+def copied(place: str) -> list[Any]:
+    """Whether a deep copy and a pickle that is told the group step as the original does."""
+    model, optimizer = scripts_of_copies(place)
+    stepped(model, optimizer)
+    twin, again = copy.deepcopy((model, optimizer))
+    shallow = copy.copy(optimizer)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        data = pickle.dumps((model, optimizer))
+        third, other = pickle.loads(data)
+    groups = [group["process_groups"] for group in again.param_groups if "process_groups" in group]
+    groups += [group.get("process_groups") for group in shallow.param_groups[-1:]]
+    before = [param.detach().clone() for param in third.parameters()]
+    refused = error(stepped, third, other)
+    left = all(map(torch.equal, before, third.parameters()))
+    saved = other.state_dict()["param_groups"][-1]["process_groups"]
+    other.param_groups[-1]["process_groups"] = dist.group.WORLD
+    results = [stepped(*each) for each in ((twin, again), (third, other), (model, optimizer))]
+    return [
+        results[0] == results[1] == results[2],
+        all(group is optimizer.param_groups[-1]["process_groups"] for group in groups),
+        [str(each.message) for each in found if "amp_mp" in str(each.message)],
+        refused,
+        left,
+        saved,
+    ]
+
+
+@pytest.mark.parametrize("place", ["the argument", "a param_group", "LARC"])
+def test_a_copy_has_the_group_and_a_pickle_is_told_it_again(place: str) -> None:
+    """Until then it refuses to step: it would clip by the norm of its own process."""
+    for same, kept, told, refused, left, saved in on_ranks(2, copied, place):
+        assert same
+        assert kept
+        assert len(told) == 1
+        assert "process_groups" in told[0]
+        assert refused.startswith("ValueError: process_groups was left out of the pickle")
+        assert left
+        assert saved is None
+
+
+def copied_scaler() -> list[Any]:
+    found = []
+    scaler = amp.GradScaler("cpu", init_scale=8.0, process_groups=dist.group.WORLD)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        unpickled = pickle.loads(pickle.dumps(scaler))
+    found.append(len(told))
+    for each in (scaler, copy.deepcopy(scaler), unpickled):
+        stage = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([stage], lr=0.1)
+        each.scale((stage * (INF if dist.get_rank() == 0 else 1.0)).sum()).backward()
+        found.append(error(each.step, optimizer) or bool((stage == 1).all()))
+    return found
+
+
+def test_a_copy_of_a_scaler_has_the_group_and_a_pickle_refuses_to_step() -> None:
+    for told, *skipped, refused in on_ranks(2, copied_scaler):
+        assert told == 1
+        assert skipped == [True, True]
+        assert refused.startswith("ValueError: process_groups was left out of the pickle")

@@ -18,7 +18,12 @@ from amp_mp.optim.step.cuda_graphs import is_capturing, refuse_split
 from amp_mp.param_groups import param_infos, params_in
 from amp_mp.scaling.policies import ScalePolicy, make_policy
 from amp_mp.sharding import gradients
-from amp_mp.sharding.reduction import WholeStatistics, checked_groups, statistics_of
+from amp_mp.sharding.reduction import (
+    GroupsOfRun,
+    WholeStatistics,
+    checked_groups,
+    statistics_of,
+)
 from amp_mp.switch import ENABLED
 from amp_mp.torch_private import outside_graphs
 
@@ -304,10 +309,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # raises in the middle of an iteration
-        return {name: x for name, x in state.items() if name not in DERIVED}
+        state = {name: x for name, x in state.items() if name not in DERIVED}
+        if self._process_groups:
+            state["_process_groups"] = GroupsOfRun(self._process_groups)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if isinstance(self._process_groups, GroupsOfRun):
+            self._process_groups = self._process_groups.unpacked()
         self._updates = ScaleUpdates(self._scale_numbers)
         self._statistics, self._places = WeakKeyDictionary(), WeakKeyDictionary()
 

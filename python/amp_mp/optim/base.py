@@ -39,7 +39,7 @@ from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.param_groups import labelled, params_in
 from amp_mp.scaling.norm_spike import NormSpike
 from amp_mp.sharding.gradients import narrow_zeros
-from amp_mp.sharding.reduction import checked_groups
+from amp_mp.sharding.reduction import GroupsOfRun, checked_groups
 from amp_mp.torch_private import outside_graphs
 
 # Attributes in a pickle besides torch's own.
@@ -349,6 +349,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Called by torch when it unpickles the optimizer, and when it loads a state dict."""
         super().__setstate__(state)
         if "_stepper" not in vars(self):  # being unpickled
+            for group in (self.defaults, *self.param_groups):
+                if isinstance(named := group.get("process_groups"), GroupsOfRun):
+                    group["process_groups"] = named.unpacked()
             self._make_stepper()
             self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
             params = params_in(self.param_groups)
@@ -361,11 +364,23 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What torch pickles, the fused optimizers' own arguments, and the weights' masters."""
+
+        def packed(group: dict[str, Any]) -> dict[str, Any]:
+            named = group.get("process_groups")
+            if not named or isinstance(named, GroupsOfRun):
+                return group
+            return {**group, "process_groups": known.setdefault(id(named), GroupsOfRun(named))}
+
+        known: dict[int, GroupsOfRun] = {}  # one of each, which a pickle warns of once
         self._show_history()
         _C.put_entries(self.param_groups, self.state)
         weights = _C.weight_states(params_in(self.param_groups))
         own = {name: getattr(self, name) for name in PICKLED}
-        return {**super().__getstate__(), **own, "_weights": weights}
+        state = {**super().__getstate__(), **own, "_weights": weights}
+        state["defaults"] = packed(state["defaults"])
+        if any(packed(group) is not group for group in self.param_groups):
+            state["param_groups"] = [packed(group) for group in self.param_groups]
+        return state
 
 
 def stepper_of(optimizer: FusedOptimizer) -> Stepper:

@@ -25,13 +25,45 @@ ALIKE = 1e-3
 GroupKey = tuple[str, str]
 
 
+class GroupsOfRun:
+    """Stands for process_groups in a copy, which has the same ones, and in a pickle, without any.
+
+    No step takes one that was unpickled for None.
+    """
+
+    def __init__(self, named: Any = None) -> None:
+        """named: the process_groups, as they were given."""
+        self.named = named
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupsOfRun":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        warn(
+            "process_groups is left out of the pickle, because a process group is of one run; set "
+            "it again where this is unpickled, before the first step there"
+        )
+        return GroupsOfRun, ()
+
+    def unpacked(self) -> Any:
+        """The process_groups in a copy; this object where a pickle has left them out."""
+        return self if self.named is None else self.named
+
+
 def checked_groups(process_groups: Any) -> tuple[Any, ...]:
     """The argument of this name as a tuple: None, a ProcessGroup, a DeviceMesh, or several.
 
-    A mesh stands for the groups of its dimensions. TypeError for anything else.
+    A mesh stands for the groups of its dimensions. TypeError for anything else; ValueError where a
+    pickle has left them out.
     """
     if process_groups is None:
         return ()
+    if isinstance(process_groups, GroupsOfRun):
+        raise ValueError(
+            "process_groups was left out of the pickle that this is from, and each process would "
+            'clip and skip by numbers of its own; set optimizer.param_groups[i]["process_groups"] '
+            "to the group, or to None; make a GradScaler anew and load this one's state_dict()"
+        )
     several = isinstance(process_groups, tuple | list)
     found: list[Any] = []
     for each in process_groups if several else [process_groups]:
@@ -47,11 +79,10 @@ def checked_groups(process_groups: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def named_groups(
-    groups: Sequence[dict[str, Any]], default: Sequence[Any] = ()
-) -> list[tuple[Any, ...]]:
+def named_groups(groups: Sequence[dict[str, Any]], default: Any = None) -> list[tuple[Any, ...]]:
     """The process_groups of each param_group: its own, or the default where it names none."""
-    return [checked_groups(group.get("process_groups")) or tuple(default) for group in groups]
+    given = checked_groups(default)
+    return [checked_groups(group.get("process_groups")) or given for group in groups]
 
 
 def refuse_meshes(process_groups: Sequence[Any], params: Sequence[Any]) -> None:
