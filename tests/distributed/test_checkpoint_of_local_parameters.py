@@ -408,8 +408,8 @@ def test_a_second_optimizer_of_experts_is_refused(kind: str, tmp_path: Path) -> 
     assert not (tmp_path / "c").exists()
 
 
-def copies(path: str, way: str) -> dict[str, bytes]:
-    """Replicas, whose norms have seen other batches; returns what this process then loads."""
+def copies(path: str, way: str) -> tuple[dict[str, bytes], bool]:
+    """Replicas, whose norms have seen other batches: what another optimizer loads, and this one."""
     model: Any = seeded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 0)
     around = DistributedDataParallel(model, broadcast_buffers=False) if way == "DDP" else model
     torch.manual_seed(dist.get_rank())
@@ -426,18 +426,25 @@ def copies(path: str, way: str) -> dict[str, bytes]:
     else:
         optimizer = amp.optim.AdamW(model.parameters())
         optimizer.step()
+    before = held(model, optimizer)
     amp.checkpoint.save(path, around, optimizer)
+    spoil(model, optimizer)
+    amp.checkpoint.load(path, around, optimizer)
+    after = held(model, optimizer)
+    same = all(before[name] == after[name] for name in before if "running" not in name)
     fresh: Any = seeded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 5)
     again = amp.optim.AdamW(fresh.parameters())
     amp.checkpoint.load(path, fresh, again)
-    return held(fresh, again)
+    return held(fresh, again), same
 
 
 @pytest.mark.parametrize("way", ["DDP", "by hand", "ZeRO"])
 def test_replicas_are_one_copy(way: str, tmp_path: Path) -> None:
     """In ZeroRedundancyOptimizer each process has the states of some of the parameters alone."""
-    first, second = on_ranks(2, copies, f"{tmp_path}/c", way)
+    (first, one), (second, other) = on_ranks(2, copies, f"{tmp_path}/c", way)
     assert first == second
+    assert one
+    assert other
     keys = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
     assert not any(key.startswith("amp_mp.local") and "param_groups" not in key for key in keys)
     assert way == "ZeRO" or "amp_mp.places" not in keys

@@ -114,16 +114,19 @@ def _different(every: Sequence[Mapping[Path, Held]]) -> dict[Path, list[Home | N
     found = {}
     for path in dict.fromkeys(chain.from_iterable(every)):
         by_rank = [each.get(path) for each in every]
-        known: dict[Any, list[tuple[Ranks, int]]] = {}
+        known: dict[tuple[bytes, ...], list[tuple[Ranks, int]]] = {}
+        digests: dict[Ranks, tuple[bytes, ...]] = {}
         own_places: list[Home | None] = []
         for rank, own in enumerate(by_rank):
             if own is None:
                 own_places.append(None)
                 continue
             among = own.parts or (min(own.copies, default=rank),)
-            what = tuple(each.digest if (each := by_rank[other]) else b"" for other in among)
+            if among not in digests:
+                parts = (by_rank[other] for other in among)
+                digests[among] = tuple(part.digest if part else b"" for part in parts)
             where = tuple(group.index(rank) for group in own.groups)
-            alike = known.setdefault(what, [])
+            alike = known.setdefault(digests[among], [])
             owner = next((o for w, o in alike if not where or not w or w == where), None)
             if owner is None:
                 owner = rank
