@@ -28,13 +28,14 @@ NORM = math.sqrt(4 * 3.0**2 + 4 * 20.0**2 + 4 * 1.0**2)
 
 
 class Experts(nn.Module):
-    """A layer that all processes have, and one of this process alone."""
+    """A layer that all processes have, and one of this process alone, if it has one."""
 
-    def __init__(self, shards: bool) -> None:
+    def __init__(self, shards: bool, has_expert: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
-        self.expert = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+        expert = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+        self.expert: Any = expert if has_expert else None
         if shards:
             fully_shard(self.dense)
 
@@ -45,16 +46,20 @@ class Experts(nn.Module):
         """
         own = token if dist.get_rank() == 0 else 1.0
         dense, expert = torch.full((1, 2), 3.0), torch.full((1, 2), own)
-        found = self.dense(dense.bfloat16()).sum() + self.expert(expert.bfloat16()).sum()
+        found = self.dense(dense.bfloat16()).sum()
+        if self.expert is not None:
+            found = found + self.expert(expert.bfloat16()).sum()
         return found.float()
 
     def groups(self, named: bool = True) -> list[dict[str, Any]]:
         own = {"process_groups": dist.group.WORLD} if named else {}
-        dense, expert = list(self.dense.parameters()), list(self.expert.parameters())
+        dense = list(self.dense.parameters())
+        expert = [] if self.expert is None else list(self.expert.parameters())
         return [{"params": dense}, {"params": expert, **own}]
 
     def weights(self) -> tuple[list[float], list[float]]:
-        return whole(self.dense.weight).flatten().tolist(), self.expert.weight.flatten().tolist()
+        own = [] if self.expert is None else self.expert.weight.flatten().tolist()
+        return whole(self.dense.weight).flatten().tolist(), own
 
 
 def run(model: Experts, way: str, token: float, named: bool = True) -> float | None:
@@ -115,6 +120,28 @@ def test_processes_clip_by_one_norm_and_skip_together(shards: bool) -> None:
             assert stays, way
             # Without shards no step without process_groups sends anything that could show it.
             assert ("process_groups" in unnamed and "group 1" in unnamed) == shards, way
+
+
+def without_an_expert(shards: bool) -> dict[str, tuple[float | None, bool]]:
+    """Where rank 1 has no expert: the norm, and whether an inf leaves the weights."""
+    found = {}
+    for way in WAYS:
+        has_expert = dist.get_rank() == 0
+        norm = run(Experts(shards, has_expert), way, 20.0)
+        bad = Experts(shards, has_expert)
+        before = bad.weights()
+        run(bad, way, INF)
+        found[way] = norm, bad.weights() == before
+    return found
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["FSDP2", "plain"])
+def test_a_process_without_experts_clips_and_skips_with_the_others(shards: bool) -> None:
+    """Its param_group of experts is empty."""
+    for ways in on_ranks(2, without_an_expert, shards):
+        for way, (norm, stays) in ways.items():
+            assert norm is None or norm == pytest.approx(math.sqrt(4 * 409.0), rel=NORM_ERROR), way
+            assert stays, way
 
 
 def limited() -> tuple[bool, bool, list[float]]:
@@ -387,3 +414,75 @@ def test_a_copy_of_a_scaler_has_the_group_and_a_pickle_refuses_to_step() -> None
         assert told == 1
         assert skipped == [True, True]
         assert refused.startswith("ValueError: process_groups was left out of the pickle")
+
+
+def only_experts(way: str) -> list[Any]:
+    """An optimizer that has experts on rank 0 alone: in each iteration the norm and the scale."""
+    experts = [nn.Parameter(torch.full((2, 2), 0.5))] if dist.get_rank() == 0 else []
+    model = nn.ParameterList(experts)
+    groups = [{"params": experts, "process_groups": dist.group.WORLD}]
+    if way == "LAMB":
+        optimizer: Any = amp.optim.LAMB(groups, lr=0.1, max_grad_norm=1.0)
+    elif way == "Muon":
+        optimizer = amp.optim.Muon(groups, lr=0.1, max_grad_norm=1.0, hyperball=True)
+    elif way == "LARC":
+        optimizer = amp.apex.parallel.LARC(amp.optim.SGD(groups, lr=0.1, check_overflow=True))
+    else:
+        optimizer = amp.optim.SGD(groups, lr=0.1, momentum=0.9, max_grad_norm=1.0)
+    if way == "release":
+        optimizer.attach(model, release=True, clip="previous")
+    around = amp.FP16_Optimizer(optimizer, verbose=False) if way == "FP16_Optimizer" else None
+    policy = amp.scaling.Backoff(init_scale=8.0, step_window=2)
+    handle = amp.init(dtype=torch.bfloat16, loss_scale=policy)
+    wrapped = handle.wrap_optimizer(optimizer, num_loss=2) if way == "num_loss" else None
+    scaler = amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    found = []
+    for number in range(6):
+        loss: Any = sum([(each * (1 + number)).sum() for each in experts], torch.zeros(()))
+        loss = loss + torch.zeros((), requires_grad=True)
+        if number == 3 and way != "release":
+            loss = loss * INF
+        norm = None
+        if way in ("two losses", "num_loss"):
+            scale_loss = handle.scale_loss if wrapped is None else wrapped.scale_loss
+            for _ in range(2):
+                own = () if wrapped is not None else (optimizer,)
+                with scale_loss(loss / 2, *own) as scaled:
+                    scaled.backward(retain_graph=True)
+            if wrapped is not None and number == 1:  # gives these two up
+                optimizer.zero_grad()
+                continue
+            (wrapped or optimizer).step()
+        elif around is not None:
+            around.backward(loss)
+            around.clip_master_grads(1.0)
+            for each in experts:  # which only this rank can see
+                each.grad *= 2
+            around.step()
+        elif way == "GradScaler":
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        norm = None if way == "LARC" else optimizer.grad_norm
+        optimizer.zero_grad()
+        found.append((norm, scaler.get_scale(), handle.loss_scaler.scale))
+        if wrapped is not None:
+            found.append([each.loss_scaler.scale for each in wrapped.losses])
+    handle.deactivate()
+    return found
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["SGD", "LAMB", "Muon", "LARC", "release", "FP16_Optimizer", "GradScaler", "two losses"]
+    + ["num_loss"],
+)
+def test_an_optimizer_without_any_parameter_steps_with_the_others(way: str) -> None:
+    one, other = on_ranks(2, only_experts, way, limit_s=20)
+    assert repr(one) == repr(other)
+    norms = [each[0] for each in one if isinstance(each, tuple)]
+    if way in ("SGD", "LAMB", "Muon", "GradScaler"):
+        assert norms[:3] == pytest.approx([2.0, 4.0, 6.0], rel=NORM_ERROR)

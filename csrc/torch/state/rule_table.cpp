@@ -85,7 +85,7 @@ RuleLayout make_layout(const py::handle& rule) {
   if (const py::object rows = rule.attr("row_state"); !rows.is_none())
     layout.states.push_back(kept_state(text_of(rows), Kind::exact, true, nullptr, true));
   layout.directions = rule.attr("directions");
-  for (const char* name : {"memory", "master", "rounding", "offload", "process_groups"})
+  for (const char* name : {"memory", "master", "rounding", "offload"})
     layout.options.push_back(interned(name));
   for (const KeptState& state : layout.states) layout.options.push_back(state.name);
   if (!layout.directions.is_none())

@@ -5,12 +5,27 @@
 #include "torch/device.h"
 
 namespace amp_mp {
+namespace {
+
+std::pair<Py_ssize_t, py::object> kept_of(py::handle group) {
+  static PyObject* const name = PyUnicode_InternFromString("process_groups");
+  const py::object params = params_of(group);
+  return {PySequence_Fast_GET_SIZE(params.ptr()), got(group, py::handle(name))};
+}
+
+}  // namespace
 
 Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
                    const py::object& hooks) {
   std::vector<Member> members = members_of(rules, groups, states);
   refuse_new_state(members);
-  std::vector<std::pair<Layout, at::Device>> kinds;  // one bucket each
+  for (const py::handle group : groups) groups_.push_back(kept_of(group));
+  struct Kind {  // one bucket each
+    Layout layout;
+    at::Device device;
+    std::vector<int64_t> params;
+  };
+  std::vector<Kind> kinds;
   std::vector<Member> active;
   bool any_dtensor = false;
   for (Member& member : members) {
@@ -18,17 +33,28 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
     any_dtensor = any_dtensor || member.is_dtensor;
     const py::object& directions = member.layout->directions;
     if (!directions.is_none()) directions.attr("refuse")(member.group, member.param, member.label);
-    const std::pair kind(member.layout, member.local.device());
-    if (std::find(kinds.begin(), kinds.end(), kind) == kinds.end()) kinds.push_back(kind);
+    const at::Device device = member.local.device();
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& each) {
+      return each.layout == member.layout && each.device == device;
+    });
+    if (kind == kinds.end()) kind = kinds.insert(kind, {member.layout, device, {}});
+    kind->params.push_back(member.tensor_index);
     if (py::len(member.state) > 0 || tensor_of(member.param).grad().defined())
       active.push_back(std::move(member));
     else
       dormant_.push_back(member.param);
   }
+  // In the order of the groups, also of those without parameters here: buckets have collectives of
+  // their own, and another process may begin with other parameters.
+  std::stable_sort(kinds.begin(), kinds.end(), [&](const Kind& a, const Kind& b) {
+    return std::find(rules.begin(), rules.end(), a.layout) <
+           std::find(rules.begin(), rules.end(), b.layout);
+  });
   check_members(active);
   const HostRoom room = room_for(active);
-  std::vector<std::pair<at::Device, std::vector<int64_t>>> held;  // the members of each bucket
-  for (const auto& [layout, device] : kinds) {
+  // Of each bucket: its members, and these with the parameters that may become members.
+  std::vector<std::tuple<at::Device, std::vector<int64_t>, std::vector<int64_t>>> held;
+  for (const auto& [layout, device, params] : kinds) {
     std::vector<Member> own;
     for (const Member& member : active) {
       if (member.layout != layout || member.local.device() != device) continue;
@@ -37,9 +63,9 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
     }
     buckets_.push_back(
         std::make_shared<Bucket>(layout, device, std::move(own), hooks.attr("own_keys")));
-    held.emplace_back(device, std::vector<int64_t>());
-    for (const Member& member : buckets_.back()->members())
-      held.back().second.push_back(member.tensor_index);
+    std::vector<int64_t> stepped;
+    for (const Member& member : buckets_.back()->members()) stepped.push_back(member.tensor_index);
+    held.emplace_back(device, std::move(stepped), params);
   }
   for (const auto& [param, state] : states)
     states_.push_back(py::reinterpret_borrow<py::object>(state));
@@ -50,6 +76,11 @@ bool Gathered::is_current(const Layouts& rules, const py::list& groups,
                           const py::dict& states) const {
   if (!have_params(groups, params_) || size_t(PyDict_Size(states.ptr())) != states_.size())
     return false;
+  if (groups.size() != groups_.size()) return false;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    const auto [size, process_groups] = kept_of(groups[i]);
+    if (size != groups_[i].first || !process_groups.is(groups_[i].second)) return false;
+  }
   PyObject *key, *value;
   size_t number = 0;
   for (Py_ssize_t position = 0; PyDict_Next(states.ptr(), &position, &key, &value);)
@@ -74,11 +105,6 @@ void Gathered::check_capture() const {
         " has had no gradient yet, and a step captured now would leave it out of "
         "every replay; take a step with all gradients before capturing, or freeze it");
   }
-}
-
-bool Gathered::needs_norms() const {
-  return std::any_of(buckets_.begin(), buckets_.end(),
-                     [](const auto& bucket) { return bucket->layout().rule->needs_norms; });
 }
 
 void init_states(const Layouts& rules, const py::list& groups, const py::dict& states) {

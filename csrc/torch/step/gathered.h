@@ -22,12 +22,13 @@ class Gathered {
   bool has_no_gradient() const;
   // Raises during capture for a parameter without state: no replay would step it.
   void check_capture() const;
-  bool needs_norms() const;
 
  private:
   std::vector<std::shared_ptr<Bucket>> buckets_;
   std::vector<py::object> params_, states_;
   std::vector<py::handle> dormant_;  // of params_: no gradient so far, hence no state
+  // How many parameters each group has, and its process_groups: a group may have no parameter here.
+  std::vector<std::pair<Py_ssize_t, py::object>> groups_;
   py::object whole_;
 };
 

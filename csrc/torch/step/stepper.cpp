@@ -45,6 +45,12 @@ double norm_to_clip_to(const StepInputs& given, const StepOptions& options) {
   return given.max_norm && *given.max_norm != 0 ? *given.max_norm : options.max_norm;
 }
 
+// Whether a rule of any param_group needs norms, also of one without parameters on this process.
+bool any_needs_norms(const Layouts& layouts) {
+  return std::any_of(layouts.begin(), layouts.end(),
+                     [](const Layout& each) { return each->rule->needs_norms; });
+}
+
 }  // namespace
 
 py::dict Measured::totals() const {
@@ -52,7 +58,7 @@ py::dict Measured::totals() const {
   for (size_t i = 0; i < this->found.size(); ++i) {
     const at::Tensor& rows = this->found[i]->rows();
     at::Tensor total = rows.select(0, rows.size(0) - 1);
-    const py::object device = py::cast(of->buckets()[i]->device());
+    const py::object device = py::cast(this->found[i]->device());
     if (found.contains(device)) {  // a bucket of another rule: [sum of squares, largest |g|, count]
       const at::Tensor both = at::stack({py::cast<at::Tensor>(found[device]), total});
       total = both.sum(0);
@@ -121,7 +127,7 @@ const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const p
   return gathered_;
 }
 
-std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
+std::shared_ptr<Measured> Stepper::measured(const Layouts& layouts, const py::object& read) const {
   auto result = std::make_shared<Measured>();
   result->of = gathered_;
   for (const auto& bucket : gathered_->buckets()) {
@@ -134,7 +140,7 @@ std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
   }
   const py::object& whole = gathered_->whole();
   if (whole.is_none()) return result;
-  if (!gathered_->needs_norms()) {
+  if (!any_needs_norms(layouts)) {
     result->found = py::cast<Measurements>(whole.attr("totals")(result->found));
     return result;
   }
@@ -151,8 +157,9 @@ std::shared_ptr<Measured> Stepper::measured(const py::object& read) const {
 std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list& groups,
                                            const py::dict& states, const py::object& read) {
   const auto own = turn(busy_);
-  gather(layouts_of(rules), rules, groups, states);
-  const std::shared_ptr<Measured> found = measured(read);
+  const Layouts layouts = layouts_of(rules);
+  gather(layouts, rules, groups, states);
+  const std::shared_ptr<Measured> found = measured(layouts, read);
   // No step may follow, and zero_grad must be able to free the gradients.
   for (const auto& bucket : gathered_->buckets()) bucket->slots().drop_gradients();
   return found;
@@ -169,20 +176,24 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   const py::object& whole = gathered->whole();
   if (given.from_stock && !whole.is_none()) whole.attr("refuse_stock_scaler")();
   const bool one_bucket = buckets.size() == 1;
-  const at::Device device = buckets.empty() ? at::Device(at::kCPU) : buckets[0]->device();
-  const bool one_device = std::all_of(buckets.begin(), buckets.end(),
-                                      [&](const auto& each) { return each->device() == device; });
   const double max_norm = norm_to_clip_to(given, options);
   const bool measures = given.measure || options.checks || max_norm > 0 ||
                         std::any_of(layouts.begin(), layouts.end(),
                                     [](const Layout& each) { return each->rule->is_layerwise(); });
   std::shared_ptr<Measured> known = given.measured;
   // Scripts may have written masters since their norms were read.
-  const bool stale = !whole.is_none() && gathered->needs_norms();
+  const bool stale = !whole.is_none() && any_needs_norms(layouts);
   if (!known || known->of != gathered || stale) {
     const bool alone = one_bucket && whole.is_none() && read.is_none();
-    known = alone || !measures ? nullptr : measured(read);
+    known = alone || !measures ? nullptr : measured(layouts, read);
   }
+  at::Device device = at::kCPU;
+  if (!buckets.empty())
+    device = buckets[0]->device();
+  else if (known && !known->found.empty())  // a total of other processes
+    device = known->found[0]->device();
+  const bool one_device = std::all_of(buckets.begin(), buckets.end(),
+                                      [&](const auto& each) { return each->device() == device; });
   // What may raise comes before the first bucket is stepped.
   std::vector<std::vector<HyperTensors>> hypers;
   for (const auto& bucket : buckets) hypers.push_back(bucket->hypers(groups));

@@ -16,7 +16,7 @@ using Measurements = std::vector<std::shared_ptr<Measurement>>;
 // Statistics of an optimizer's gradients, bucket by bucket, read before the step that uses them.
 struct Measured {
   std::shared_ptr<Gathered> of;
-  Measurements found;
+  Measurements found;    // one besides where this process has no bucket, and others have
   Measurements weights;  // statistics of the masters, where shards need them
   // By device, float64 [3]: sum of squares, largest finite |g|, number of inf and NaN.
   py::dict totals() const;
@@ -111,7 +111,7 @@ class Stepper {
  private:
   const std::shared_ptr<Gathered>& gather(const Layouts& layouts, const py::list& rules,
                                           const py::list& groups, const py::dict& states);
-  std::shared_ptr<Measured> measured(const py::object& read) const;
+  std::shared_ptr<Measured> measured(const Layouts& layouts, const py::object& read) const;
   void warn_of_graph();
 
   std::recursive_mutex busy_;

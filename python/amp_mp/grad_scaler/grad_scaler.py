@@ -22,6 +22,7 @@ from amp_mp.sharding.reduction import (
     GroupsOfRun,
     WholeStatistics,
     checked_groups,
+    named_groups,
     statistics_of,
 )
 from amp_mp.switch import ENABLED
@@ -38,8 +39,9 @@ class GradScaler(torch.amp.GradScaler):
     for clipping, and the optimizer's own pass unscales. For another optimizer it unscales natively,
     once. float16 gradients are accepted either way. The scale never falls below 2^-126; torch's
     reaches 0. 25 iterations with an overflow in a row give a warning, once. A step without any
-    gradient raises AssertionError, as torch's. After skipped steps the next one of torch's
-    SGD(fused=True) is still its first; torch's scaler leaves it unwritten memory as momentum.
+    gradient raises AssertionError, as torch's, but not with process_groups. After skipped steps the
+    next one of torch's SGD(fused=True) is still its first; torch's scaler leaves it unwritten
+    memory as momentum.
 
     By torch's rule and "Backoff" the scale falls in an iteration that is skipped and in no other,
     unless it is at its floor. LogMax and AdaptiveGradScale also lower it where nothing is skipped,
@@ -339,8 +341,12 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def check_gradients(optimizer: FusedOptimizer) -> None:
-    """Raises AssertionError, in torch's words, where no backward was called before the step."""
-    if any(param.grad is not None for param in params_in(optimizer.param_groups)):
+    """Raises AssertionError, in torch's words, where no backward was called before the step.
+
+    Not with process_groups: another process may have gradients, and wait for this one.
+    """
+    groups = optimizer.param_groups
+    if any(param.grad is not None for param in params_in(groups)) or any(named_groups(groups)):
         return
     stepper = stepper_of(optimizer)
     if stepper.attachment is None or not stepper.attachment.has_released():

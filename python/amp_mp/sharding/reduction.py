@@ -3,7 +3,7 @@
 Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number of inf and NaN.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 from math import isinf
@@ -112,10 +112,13 @@ class WholeStatistics:
     """Turns statistics of shards into those of whole tensors, over all processes that hold a part.
 
     Gathers rows once for each process group over which tensors are split, or whose processes hold
-    other tensors (process_groups). Every process has to hold the same tensors in the same order,
-    except those with process_groups, and call the same methods in the same order. Which groups are
-    gathered depends on the tensors alone, never on what is in them: else one process would wait for
-    ever. Replicated and plain tensors count once; the gathers compare them between processes.
+    other tensors (process_groups). Every process has to have the same param_groups with the same
+    tensors in the same order, except in those with process_groups, which may be empty, and call
+    the same methods in the same order. Gathers, their order and the number of their rows follow
+    from what all processes of their group have in common: the param_groups, the tensors without
+    process_groups, and those that are split over the group. Else one process would wait for ever,
+    or add what another one has not. Replicated and plain tensors count once; the gathers compare
+    them between processes.
     All processes get the same bits: rows are gathered, and then added in the order of ranks.
     """
 
@@ -123,37 +126,47 @@ class WholeStatistics:
         self,
         groups: Sequence[dict[str, Any]],
         process_groups: Sequence[Any] = (),
-        buckets: Sequence[tuple[torch.device, list[int]]] = (),
+        buckets: Sequence[tuple[torch.device, list[int], list[int]]] = (),
     ) -> None:
         """groups: param_groups of DTensors and plain tensors.
 
         process_groups: those of the groups that name none. buckets: a native step's, each with its
-        device and where its parameters are among all. ValueError for process_groups of processes
-        that share a DTensor.
+        device, and which of all parameters it steps, and which it will. ValueError for
+        process_groups of processes that share a DTensor.
         """
         self._groups = list(groups)
         self._named = named_groups(groups, process_groups)
+        self._sizes = [len(group["params"]) for group in groups]
         self.params = params_in(groups)
         self._count = count = len(self.params)
-        self._device = device = local_of(self.params[0]).device if count else torch.device("cpu")
+        self.device = device = (
+            local_of(self.params[0]).device if count else _device_of(chain(*self._named))
+        )
         self._meshes: dict[GroupKey, Any] = {}
         self._others: dict[GroupKey, Any] = {}
         self._keys: list[tuple[GroupKey, ...]] = []  # of each tensor: groups to add its row over
+        # The process_groups of param_groups, each tuple once: there is a row for each, of zeros,
+        # before those of the tensors. So all processes have the same rows in the same order when
+        # tensors of one such tuple have become one row, also where there are none.
+        self._tuples: list[tuple[GroupKey, ...]] = []
         for group, named in zip(groups, self._named, strict=True):
             refuse_meshes(named, group["params"])
             different = {("process_groups", each.group_name): each for each in named}
             self._others |= different
+            if different and tuple(different) not in self._tuples:
+                self._tuples.append(tuple(different))
             for param in group["params"]:
                 split = {("mesh", each.group_name): each for each in split_groups(param)}
                 self._meshes |= split
                 self._keys.append((*split, *different))
-        kinds = list(dict.fromkeys(self._keys))  # rows of tensors of one kind are added first
-        self._kinds = [
-            _selection([i for i, key in enumerate(self._keys) if key == kind], count, device)
-            for kind in kinds
-        ]
+        # Rows of tensors of one kind are added first.
+        kinds = list(dict.fromkeys(chain(self._tuples, self._keys)))
+        own = [[i for i, key in enumerate(self._keys) if key == kind] for kind in kinds]
+        self._kinds = [(len(each), _selection(each, count, device)) for each in own]
         self._of_kinds = Rounds(kinds, self._meshes, self._others, device)
-        self._buckets = [(on, _selection(indices, count, device)) for on, indices in buckets]
+        self._buckets = [(on, _selection(stepped, count, device)) for on, stepped, _ in buckets]
+        self._in_buckets = [{*all_of_it} for *_, all_of_it in buckets]
+        self._of_buckets: dict[int, Rounds] = {}
         self._looked = (
             False  # whether what must be the same was compared, which may wait for a device
         )
@@ -166,16 +179,25 @@ class WholeStatistics:
 
     @cached_property
     def _of_tensors(self) -> "Rounds":
-        return Rounds(self._keys, self._meshes, {}, self._device)
+        return Rounds(self._keys, self._meshes, {}, self.device)
 
     @cached_property
     def _of_others(self) -> "Rounds":
         after = [tuple(each for each in key if each in self._others) for key in self._keys]
-        return Rounds(after, {}, self._others, self._device)
+        return Rounds([*self._tuples, *after], {}, self._others, self.device)
 
-    def is_of(self, groups: list[dict[str, Any]], process_groups: Sequence[Any]) -> bool:
+    def _of_bucket(self, bucket: int) -> "Rounds":
+        """Those of a bucket's tensors alone: another process may not have this bucket."""
+        if bucket not in self._of_buckets:
+            own = self._in_buckets[bucket]
+            keys = [key if i in own else () for i, key in enumerate(self._keys)]
+            self._of_buckets[bucket] = Rounds(keys, self._meshes, {}, self.device)
+        return self._of_buckets[bucket]
+
+    def is_of(self, groups: list[dict[str, Any]], process_groups: Sequence[Any] = ()) -> bool:
         """Whether param_groups have these tensors and these process_groups still."""
-        same = _C.have_params(groups, self.params)
+        same = self._sizes == [len(group["params"]) for group in groups]
+        same = same and _C.have_params(groups, self.params)
         return same and self._named == named_groups(groups, process_groups)
 
     def measured(self, *lists: Sequence[Tensor | None]) -> Tensor:
@@ -184,10 +206,10 @@ class WholeStatistics:
         None has a row of 0.
         """
         tensors = list(chain(*lists))
-        rows = torch.zeros(len(tensors), 3, dtype=torch.float64, device=self._device)
+        rows = torch.zeros(len(tensors), 3, dtype=torch.float64, device=self.device)
         for device in {tensor.device for tensor in tensors if tensor is not None}:
             own = [t if t is not None and t.device == device else None for t in tensors]
-            rows += _C.measure(own)[:-1].to(self._device)
+            rows += _C.measure(own)[:-1].to(self.device)
         return rows.view(len(lists), len(lists[0]), 3).transpose(0, 1).flatten(1)
 
     def totals_by_device(self, grads: Sequence[Tensor | None]) -> dict[torch.device, Tensor]:
@@ -202,7 +224,10 @@ class WholeStatistics:
 
         RuntimeError where tensors that are neither split nor of process_groups differ.
         """
-        sums = [_added(rows if which is None else rows[which]) for which in self._kinds]
+        sums = [
+            _added(rows if which is None else rows[which]) if number else rows.new_zeros(3)
+            for number, which in self._kinds
+        ]
         of_kinds = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
         return _added(self._of_kinds.added(of_kinds, True, self._looks(rows)))
 
@@ -265,7 +290,8 @@ class WholeStatistics:
     def totals(self, found: list[_C.Measurement]) -> list[_C.Measurement]:
         """For each bucket a measurement with a total alone; together they are that of everything.
 
-        found: what the buckets' gradients on this process have.
+        There is one also where this process has no bucket. found: what the buckets' gradients on
+        this process have.
         """
         return self._split(None, self.total(self._all(found)))
 
@@ -276,22 +302,24 @@ class WholeStatistics:
         rows = torch.cat([self._all(found), self._all(weights)], 1)
         both = self._of_tensors.added(rows, True, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
-        total = _added(self._of_others.added(grads, True, self._looks(rows)))
+        own = torch.cat([grads.new_zeros(len(self._tuples), 3), grads])
+        total = _added(self._of_others.added(own, True, self._looks(rows)))
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
         """A function from rows [n, 3 k] of a bucket's shards to those of its whole tensors."""
         place = self._buckets[bucket][1]
+        rounds = self._of_bucket(bucket)
 
         def updates(rows: Tensor) -> Tensor:
-            whole = self.of_whole(self._spread(rows, place))
+            whole = rounds.added(self._spread(rows, place))
             return (whole if place is None else whole[place]).to(rows.device)
 
         return updates
 
     def _spread(self, rows: Tensor, place: Tensor | None) -> Tensor:
         """A bucket's rows as rows of all parameters, 0 for the others."""
-        rows = rows.to(self._device)
+        rows = rows.to(self.device)
         if place is None:
             return rows
         return rows.new_zeros(self._count, rows.shape[1]).index_copy(0, place, rows)
@@ -299,12 +327,14 @@ class WholeStatistics:
     def _all(self, found: list[_C.Measurement]) -> Tensor:
         own = zip(found, self._buckets, strict=True)
         parts = [self._spread(each.rows[:-1], place) for each, (_, place) in own]
+        if not parts:
+            return torch.zeros(self._count, 3, dtype=torch.float64, device=self.device)
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def _split(self, rows: Tensor | None, total: Tensor) -> list[_C.Measurement]:
         """A measurement for each bucket; the total stands in the first."""
         found = []
-        for number, (device, place) in enumerate(self._buckets):
+        for number, (device, place) in enumerate(self._buckets or [(self.device, None)]):
             last = (total if number == 0 else torch.zeros_like(total))[None]
             own = rows if rows is None or place is None else rows[place]
             known = last if own is None else torch.cat([own, last])
@@ -345,9 +375,12 @@ class Rounds:
     ) -> None:
         """keys: the groups of each row, which are in meshes (parts of tensors) or in others.
 
-        Groups of meshes come first. Then those with fewer kinds of rows, and smaller ones, so that
-        later gathers see more settled rows. Before a gather over one of the others, rows that wait
-        for the same groups become one: the processes may have different numbers of them.
+        Groups of meshes come first. Then those with fewer kinds of rows, and smaller meshes, so
+        that later gathers see more settled rows. Of what goes over meshes only kinds without
+        process_groups are counted, since a process may have no others, and processes that add one
+        tensor over two groups in another order add it twice. process_groups may be of other sizes
+        elsewhere. Before a gather over one of these, rows that wait for the same groups become one:
+        the processes may have different numbers of them.
         """
         left = [frozenset(key) for key in keys]
         self._rounds: list[Round] = []
@@ -356,7 +389,9 @@ class Rounds:
                 name: group for name, group in groups.items() if any(name in k for k in left)
             }
             while waiting:
-                name = min(waiting, key=lambda n: (sum(n in k for k in {*left}), waiting[n].size()))
+                counted = {k for k in left if groups is others or not any(map(_is_other, k))}
+                sizes = {n: waiting[n].size() if groups is meshes else 0 for n in waiting}
+                name = min(waiting, key=lambda n: (sum(n in k for k in counted), sizes[n]))
                 added = [i for i, key in enumerate(left) if name in key]
                 bunches = [[i for i in added if left[i] == key] for key in dict.fromkeys(left)]
                 bunches = [bunch for bunch in bunches if len(bunch) > 1 and groups is others]
@@ -422,6 +457,19 @@ def totals_of(groups: Sequence[dict[str, Any]]) -> dict[torch.device, Tensor]:
     return measure(grads)
 
 
+def on_any_process(groups: Sequence[dict[str, Any]], here: bool) -> bool:
+    """Whether something is so here, or on another process of the groups' process_groups.
+
+    Without process_groups all processes find the same, and nothing is sent.
+    """
+    if not any(named_groups(groups)):
+        return here
+    whole = WholeStatistics(groups)
+    rows = whole.measured([None] * len(whole.params))
+    Statistics(*rows.unbind(-1)).max_abs.fill_(float(here))
+    return bool(Statistics(*whole.total(rows).tolist()).max_abs)
+
+
 def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type: float) -> float:
     """torch.nn.utils.clip_grad_norm_ of param_groups; returns the norm as a number.
 
@@ -434,8 +482,8 @@ def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type:
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0 for sharded gradients, found {norm_type}")
     grads = gradient_of_each(params)
-    device = local_of(params[0]).device
-    rows = torch.zeros(len(grads), 3, dtype=torch.float64, device=device)
+    whole = WholeStatistics(groups)
+    rows = whole.measured([None] * len(grads))
     for row, grad in zip(rows, grads, strict=True):
         if grad is not None and grad.numel():
             absolute = grad.abs()
@@ -443,7 +491,7 @@ def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type:
             if not isinf(norm_type):
                 own.sum_squares.copy_(absolute.double().pow(norm_type).sum())
             own.max_abs.copy_(absolute.max())
-    total = WholeStatistics(groups).total(rows)
+    total = whole.total(rows)
     found = Statistics(*total.tolist())
     norm: float = found.max_abs if isinf(norm_type) else found.sum_squares ** (1.0 / norm_type)
     coefficient = max_norm / (norm + 1e-6)
@@ -451,6 +499,24 @@ def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type:
         if grad is not None:
             grad.mul_(coefficient)
     return norm
+
+
+def _is_other(name: GroupKey) -> bool:
+    return name[0] == "process_groups"
+
+
+def _device_of(process_groups: Iterable[Any]) -> torch.device:
+    """Where a process without parameters gathers: on its GPU, if the first group needs that."""
+    import torch.distributed as dist
+
+    for group in process_groups:
+        each = [pair.split(":") for pair in dist.get_backend_config(group).split(",")]
+        backends = dict(each)
+        cpu = backends.get("cpu")
+        if torch.cuda.is_available() and backends.get("cuda", cpu) != cpu:
+            return torch.device("cuda", torch.cuda.current_device())
+        break
+    return torch.device("cpu")
 
 
 def _selection(indices: list[int], count: int, device: torch.device) -> Tensor | None:

@@ -267,8 +267,11 @@ class InFloat32(Carrier):
 
     def step(self, *closure: Any) -> Any:
         """The optimizer's step, which clips as `clip` was told."""
-        if self._inputs.measured and len(_C.unwritten_gradients(self.params())) != self._measured:
-            self._inputs.measured = None  # a script has written gradients since
+        # A script may have written gradients since. Of process_groups another process may have
+        # those, and all have to measure again.
+        differ = any(reduction.named_groups(self.optimizer.param_groups))
+        if differ or len(_C.unwritten_gradients(self.params())) != self._measured:
+            self._inputs.measured = None
         try:
             return stepper_of(self.optimizer).step_with(self._inputs, *closure)
         finally:
@@ -456,13 +459,15 @@ def interrupt_blocks(carriers: Iterable[Carrier]) -> list[Block]:
     return interrupted
 
 
-def are_gone(params: Iterable[Tensor]) -> bool:
-    """Whether no parameter has a gradient other than 0, also none that a loss has set aside."""
+def are_gone(params: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether no parameter has a gradient other than 0, also none that a loss has set aside.
+
+    On no process either of the process_groups of these param_groups.
+    """
     given = list(params)
     blocks = [*Block.under_way.values()]
-    if any(not set(_params(block.carriers)).isdisjoint(given) for block in blocks):
-        return False
-    return ledger.are_gone(given)
+    busy = any(not set(_params(block.carriers)).isdisjoint(given) for block in blocks)
+    return not reduction.on_any_process(groups, busy or not ledger.are_gone(given))
 
 
 @torch.no_grad()

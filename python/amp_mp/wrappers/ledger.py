@@ -38,7 +38,8 @@ def present(params: Iterable[Tensor]) -> set[Tensor]:
 def are_gone(params: Iterable[Tensor]) -> bool:
     """Whether no parameter has a gradient other than 0."""
     given = list(params)
-    return not _C.unwritten_gradients(given) and not changed(given)
+    # In this order: another process may have no unwritten ones, and gathers for the others.
+    return not changed(given) and not _C.unwritten_gradients(given)
 
 
 def nonzero(params: Iterable[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from amp_mp.param_groups import params_in
 from amp_mp.scaling.overflows import OverflowWatch
 from amp_mp.scaling.policies import ScalePolicy, Static
 from amp_mp.sharding import gradients
-from amp_mp.sharding.reduction import totals_of
+from amp_mp.sharding.reduction import on_any_process, totals_of
 from amp_mp.wrappers.carriers import (
     Carrier,
     InMasters,
@@ -63,7 +63,8 @@ class Iteration:
     def is_gone(self) -> bool:
         """Whether no gradient is left without a step: dropped, or applied by hand."""
         params = dict.fromkeys(chain(*map(model_params, self.optimizers)))
-        return self.losses > 0 and are_gone(params)
+        groups = [*chain(*[each.param_groups for each in self.optimizers])]
+        return self.losses > 0 and are_gone(params, groups)
 
 
 class SkippedSteps:
@@ -280,7 +281,9 @@ class OptimWrapper:
     def scale_loss(self, loss: Tensor) -> AbstractContextManager[Tensor]:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
         # Or the last losses were given up without a step.
-        if self._noted and are_gone(all_parameters([self.optimizer])):
+        groups = self.optimizer.param_groups
+        known = self._next > 0 and on_any_process(groups, self._noted)
+        if known and are_gone(all_parameters([self.optimizer]), groups):
             self._next = 0
             for losses in self.losses:
                 losses.give_up()

@@ -40,6 +40,7 @@ class Release(Attachment):
         # Gradients of several devices, and of gloo's threads, come at the same time.
         self._lock = threading.Lock()
         self._infos: dict[Tensor, ParamInfo] = {}
+        self._whole = WholeStatistics([])
         self._located = False  # whether _infos is known to be right in this iteration
         self._buckets: dict[Tensor, _C.Bucket] = {}  # each of one parameter
         self._rows: dict[Tensor, Tensor] = {}  # statistics since the last step, float64 [3]
@@ -173,7 +174,7 @@ class Release(Attachment):
         if self._located:
             return
         groups = self._optimizer.param_groups
-        if not _C.have_params(groups, list(self._infos)):
+        if not self._whole.is_of(groups):
             infos = dict(param_infos(groups))
             trained = [p for p in infos if p.requires_grad and p.dtype in NATIVE]
             # A step of one parameter cannot see the memory of the others.
@@ -200,10 +201,11 @@ class Release(Attachment):
                     "optimizer.attach(model, release=True, scaler=scaler)"
                 )
             if self._whole.is_needed:
-                device = local_of(next(iter(self._infos))).device
+                device = self._whole.device
                 none = no_gradient_on(device)
                 known = [self._rows[p].to(device) if p in self._rows else none for p in self._infos]
-                return {device: self._whole.total(torch.stack(known))}
+                # One more, because torch stacks no empty list.
+                return {device: self._whole.total(torch.stack([*known, none])[:-1])}
             rows: dict[torch.device, list[Tensor]] = {}
             for param in self._infos:
                 own = rows.setdefault(param.device, [])
@@ -244,7 +246,7 @@ class Release(Attachment):
             device = next(iter(totals))
             verdict = log.decide(device, list(totals.values()), self._scale(device))
             self._stepper.warn(log.skipped(), self._describe)
-            if self._clip == "previous" and self._rows:
+            if self._clip == "previous" and (self._rows or self._whole.is_needed):
                 if self._whole.is_needed and self._previous.known is None:
                     number, skipped, *_ = log.newest(wait=False) or (0, False)
                     if skipped:
@@ -430,7 +432,7 @@ def attach(
             "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
         )
     own = set(params_in(optimizer.param_groups))
-    if not any(p in own for p in model.parameters()):
+    if own and not any(p in own for p in model.parameters()):
         raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
     wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if wrapped and measure:

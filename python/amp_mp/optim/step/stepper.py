@@ -100,11 +100,14 @@ class Hooks:
         )
 
     def make_whole(
-        self, held: list[tuple[torch.device, list[int]]], groups: list[Group], any_dtensor: bool
+        self,
+        held: list[tuple[torch.device, list[int], list[int]]],
+        groups: list[Group],
+        any_dtensor: bool,
     ) -> WholeStatistics | None:
         """What adds statistics over processes; None where no other process has a part.
 
-        held: the device of each bucket, and where its parameters are among those of all groups.
+        held: the buckets, as WholeStatistics takes them.
         """
         if not any_dtensor and not any(group.get("process_groups") for group in groups):
             return None
