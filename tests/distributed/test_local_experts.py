@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from around_sharding import error
 from layouts import NORM_ERROR, made_once, whole
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import amp_mp as amp
@@ -477,8 +479,10 @@ def only_experts(way: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "way",
-    ["SGD", "LAMB", "Muon", "LARC", "release", "FP16_Optimizer", "GradScaler", "two losses"]
-    + ["num_loss"],
+    [
+        *("SGD", "LAMB", "Muon", "LARC", "release"),
+        *("FP16_Optimizer", "GradScaler", "two losses", "num_loss"),
+    ],
 )
 def test_an_optimizer_without_any_parameter_steps_with_the_others(way: str) -> None:
     one, other = on_ranks(2, only_experts, way, limit_s=20)
@@ -486,3 +490,55 @@ def test_an_optimizer_without_any_parameter_steps_with_the_others(way: str) -> N
     norms = [each[0] for each in one if isinstance(each, tuple)]
     if way in ("SGD", "LAMB", "Muon", "GradScaler"):
         assert norms[:3] == pytest.approx([2.0, 4.0, 6.0], rel=NORM_ERROR)
+
+
+def without_the_group(name: str) -> str:
+    """Rank 1 leaves out the param_group of experts, of which it has none."""
+    group = dist.new_group()  # over a group that has been used this is not looked at again
+    dense = nn.Linear(4, 4, bias=False)
+    fully_shard(dense, mesh=DeviceMesh.from_group(group, "cpu"))
+    groups: list[dict[str, Any]] = [{"params": dense.parameters()}]
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])] if dist.get_world_size() == 4 else None
+    if dist.get_rank() != 1:
+        own = dist.group.WORLD if pairs is None else pairs[dist.get_rank() // 2]
+        groups.append({"params": [nn.Parameter(torch.ones(2))], "process_groups": own})
+    optimizer = getattr(amp.optim, name)(groups, lr=0.1, max_grad_norm=1.0)
+    dense(torch.ones(1, 4)).sum().backward()
+    return error(optimizer.step)
+
+
+@pytest.mark.parametrize(("name", "world", "sees_it"), [("LAMB", 2, [0, 1]), ("AdamW", 4, [0])])
+def test_a_missing_param_group_is_named_where_processes_gather_anyway(
+    name: str, world: int, sees_it: list[int]
+) -> None:
+    """Here for DTensors. It is before anything waits or is changed.
+
+    Where other processes gather too, the one without the group does not know who waits.
+    """
+    for rank, raised in enumerate(on_ranks(world, without_the_group, name, limit_s=20)):
+        if rank not in sees_it:
+            assert raised == ""
+            continue
+        assert raised.startswith(
+            "RuntimeError: the optimizers of the ranks [1] have no param_group"
+        )
+        assert '{"params": [], "process_groups": group}' in raised
+
+
+def waiting_in_vain() -> list[str]:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    own = {"process_groups": group} if dist.get_rank() == 0 else {}
+    optimizer = amp.optim.SGD([{"params": [param], **own}], lr=0.1, max_grad_norm=1.0)
+    try:
+        optimizer.step()
+    except RuntimeError as raised:
+        return raised.__notes__
+    return []
+
+
+def test_the_end_of_a_wait_says_what_may_be_missing() -> None:
+    notes, none = on_ranks(2, waiting_in_vain)
+    assert none == []
+    assert '{"params": [], "process_groups": group}' in notes[0]

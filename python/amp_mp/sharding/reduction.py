@@ -3,11 +3,14 @@
 Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number of inf and NaN.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, MutableSet, Sequence
+from functools import cached_property, reduce
 from itertools import chain
 from math import isinf
+from operator import or_
 from typing import Any, NamedTuple
+from weakref import WeakSet
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +26,9 @@ from amp_mp.torch_versions import all_gather
 ALIKE = 1e-3
 # A process group's name, and why it is one: "mesh" or "process_groups". One group may be both.
 GroupKey = tuple[str, str]
+EMPTY = 'empty where it has no parameters: {"params": [], "process_groups": group}'
+# The process groups over which processes have compared their process_groups.
+_compared: MutableSet[Any] = WeakSet()
 
 
 class GroupsOfRun:
@@ -229,11 +235,44 @@ class WholeStatistics:
             for number, which in self._kinds
         ]
         of_kinds = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
-        return _added(self._of_kinds.added(of_kinds, True, self._looks(rows)))
+        return _added(self._of_kinds.added(of_kinds, self._gather, self._looks(rows)))
 
     def of_whole(self, rows: Tensor) -> Tensor:
         """The rows of the whole tensors. rows: [n, 3 k], k statistics of each tensor's shard."""
         return self._of_tensors.added(rows)
+
+    def _gather(self, rows: Tensor, group: Any) -> Tensor:
+        """As _all_gather; the first time over a group it sends a row of process_groups, too.
+
+        All processes gather over it for the first time at once. RuntimeError where one is in some
+        of another's process_groups and has no param_group with them: it would not take part.
+        """
+        import torch.distributed as dist
+
+        if group in _compared:
+            return _all_gather(rows, group)
+        _compared.add(group)
+        ranks, members = dist.get_process_group_ranks(group), dist.get_process_group_ranks
+        # A bit for each name; those of process_groups in which all of these ranks are once more.
+        bits = {name: 1 << crc32(name[1].encode()) % 50 for name in self._others}
+        of_all = {bits[n] for n, each in self._others.items() if {*ranks} <= {*members(each)}}
+        own = rows.new_zeros(1, rows.shape[1])
+        own[0, 0], own[0, 1] = sum({*bits.values()}), sum(of_all)
+        parts = _all_gather(torch.cat([rows, own]), group)
+        if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            sent = zip(ranks, parts[:, -1, :2].tolist(), strict=True)
+            masks = {rank: (int(its), int(common)) for rank, (its, common) in sent}
+            needed = reduce(or_, (common for _, common in masks.values()))
+            lacking = {rank for rank, (its, _) in masks.items() if needed & ~its}
+            for name, each in self._others.items():
+                lacking |= {r for r in members(each) if r in masks and not masks[r][0] & bits[name]}
+            if lacking:
+                raise RuntimeError(
+                    f"the optimizers of the ranks {sorted(lacking)[:8]} have no param_group with "
+                    "process_groups in which they are, as other processes have, which would wait "
+                    f"for them. Every process of process_groups needs the param_group, {EMPTY}"
+                )
+        return parts[:, :-1]
 
     def _looks(self, rows: Tensor) -> "Look | None":
         """What looks at gathered rows; None where the host would wait, except for the first ones.
@@ -300,10 +339,10 @@ class WholeStatistics:
     ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
         """As `totals`, with a row for each whole tensor, for the gradients and for the masters."""
         rows = torch.cat([self._all(found), self._all(weights)], 1)
-        both = self._of_tensors.added(rows, True, self._looks(rows))
+        both = self._of_tensors.added(rows, self._gather, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
         own = torch.cat([grads.new_zeros(len(self._tuples), 3), grads])
-        total = _added(self._of_others.added(own, True, self._looks(rows)))
+        total = _added(self._of_others.added(own, self._gather, self._looks(rows)))
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
@@ -342,6 +381,7 @@ class WholeStatistics:
         return found
 
 
+Gather = Callable[[Tensor, Any], Tensor]  # rows and a process group to [processes, rows, 3 k]
 # Called with what one round has gathered, [processes, rows, 3]: the rows of tensors that differ,
 # where it adds such, and the settled rows.
 Look = Callable[[Tensor | None, Tensor], None]
@@ -410,12 +450,13 @@ class Rounds:
                 )
                 left = [key - {name} for key in left]
 
-    def added(self, rows: Tensor, compares: bool = False, look: Look | None = None) -> Tensor:
+    def added(self, rows: Tensor, gather: Gather | None = None, look: Look | None = None) -> Tensor:
         """The rows [n, 3 k] with those of the other processes.
 
-        compares: send the settled rows, too; all processes have the same number of them. look:
+        gather: sends the settled rows, too; all processes have the same number of them. look:
         called after every gather that does.
         """
+        compares = gather is not None
         for group, is_of_others, bunches, added, settled, sent in self._rounds:
             for bunch in bunches:
                 ones = rows.new_zeros(len(bunch), rows.shape[1])
@@ -427,8 +468,8 @@ class Rounds:
             if is_of_others and compares:
                 last = _added(own[count:])[None] if settled else rows.new_zeros(1, rows.shape[1])
                 own = torch.cat([own[:count], last])
-            parts = _all_gather(own, group)
-            parts = parts.view(parts.shape[0], parts.shape[1], -1, 3)
+            parts = (gather or _all_gather)(own, group)
+            parts = parts.view(*parts.shape[:2], -1, 3)
             if look is not None and parts.shape[1] > count:
                 look(parts[:, :count, 0] if is_of_others else None, parts[:, count:, 0])
             each = Statistics(*parts[:, :count].unbind(-1))
@@ -549,6 +590,10 @@ def _all_gather(rows: Tensor, group: Any) -> Tensor:
         all_gather(found, rows.flatten(), group)
     except RuntimeError as error:
         if "No backend type associated" not in str(error):
+            error.add_note(
+                "amp_mp gathered statistics of gradients here: do all processes of this group "
+                f"step, and has each the param_groups with process_groups, {EMPTY}?"
+            )
             raise
         raise RuntimeError(
             f"the parameters are on {rows.device.type}, and the process group has no backend for "
