@@ -437,24 +437,23 @@ def first_masters(params: Sequence[Tensor]) -> list[Tensor]:
 def adopt_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Says that these, in param_groups, are the parameters' masters from now on."""
 
-def follow_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Remakes masters that do not round to their parameters, unless written themselves.
+def take_over_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Copies into the masters what other optimizers have made of the parameters since."""
 
-    Before, masters take over what other optimizers have made of the parameters. RuntimeError for
-    parameters that hold averages.
+def follow_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """The same; then remakes masters that do not round to their parameters.
+
+    Those that were written themselves stay. RuntimeError for parameters that hold averages.
     """
 
 def round_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Rounds the masters into the parameters; float16 saturates at +-65504."""
 
-def round_written_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """The same, for the masters alone that were written since they were rounded last.
+def written_masters(params: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters whose masters in param_groups a script has written; but no borrowed ones."""
 
-    Before, masters take over what other optimizers have made of the parameters.
-    """
-
-def stamp_masters(params: Sequence[Tensor]) -> None:
-    """Says that the parameters are what their masters round to."""
+def round_written_masters(params: Iterable[Tensor]) -> None:
+    """Rounds the masters of `written_masters` into their parameters."""
 
 class Gemm:
     """cublasGemmEx of a cuBLAS that is loaded already, such as "libcublas.so.13"."""

@@ -332,7 +332,8 @@ void take_entry(py::handle object, py::handle state) {
     if (!is_tensor(found)) continue;
     const at::Tensor& given = param_of(found).local;
     const WeightRecord record = weight_at(object);
-    if (record->shows(given) || (given.numel() == 0 && param.local.numel() > 0)) continue;
+    if (record->shows(given) || record->master().is_same(given)) continue;
+    if (given.numel() == 0 && param.local.numel() > 0) continue;
     TORCH_CHECK_VALUE(given.scalar_type() == each.dtype && given.sizes() == param.local.sizes(),
                       "amp_mp: the master (", describe(given), ") does not go with the weight (",
                       describe(param.local), ")");

@@ -12,27 +12,19 @@
 namespace amp_mp {
 namespace {
 
-struct WrappedPairs {
-  Objects params, masters;
-};
-
-// Those whose master a script has written since it was rounded; or the others.
-WrappedPairs written_pairs(const Objects& params, const Objects& masters, bool written) {
-  WrappedPairs found;
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (weight_at(params[i])->is_master_written() != written) continue;
-    found.params.push_back(params[i]);
-    found.masters.push_back(masters.at(i));
-  }
+// This process's parts.
+Tensors locals_of(const Objects& masters) {
+  Tensors found;
+  for (const py::object& master : masters) found.push_back(local_of(master));
   return found;
 }
 
 // Calls `pass` with this process's parts of the parameters and of the masters, device by device.
 template <class Pass>
-void pass_over_pairs(const Objects& params, const Objects& masters, const Pass& pass) {
+void pass_over_pairs(const Objects& params, const Tensors& masters, const Pass& pass) {
   std::vector<std::pair<Tensors, Tensors>> devices;
   for (size_t i = 0; i < params.size(); ++i) {
-    const at::Tensor master = local_of(masters.at(i));
+    const at::Tensor& master = masters.at(i);
     const auto on_same = [&](const auto& each) {
       return each.second.front().device() == master.device();
     };
@@ -45,25 +37,15 @@ void pass_over_pairs(const Objects& params, const Objects& masters, const Pass& 
   for (const auto& [low, own] : devices) pass(low, own);
 }
 
-void round_pairs(const Objects& params, const Objects& masters) {
+void stamp_pairs(const Objects& params) {
+  for (const py::object& param : params) weight_at(param)->stamp(tensor_of(param), local_of(param));
+}
+
+void round_pairs(const Objects& params, const Tensors& masters) {
   pass_over_pairs(params, masters, [](const Tensors& low, const Tensors& own) {
     copy_(low, own, std::nullopt, 1.0, /*saturate=*/true);
   });
-}
-
-// Copies what other optimizers have left of parameters that they have stepped since. After
-// drop_low_bits nothing is left, and the masters go on.
-void take_over_others(const Objects& params, const Objects& masters) {
-  const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < params.size(); ++i) {
-    const WeightRecord record = weight_at(params[i]);
-    const at::Tensor master = local_of(masters.at(i));
-    if (record->master().is_same(master)) continue;
-    const Param param = param_of(params[i]);
-    if (record->master().defined())
-      master.detach().copy_(record->master_for(param, at::kFloat, /*stepping=*/true));
-    record->set_master(param, master, /*in_groups=*/true);
-  }
+  stamp_pairs(params);
 }
 
 }  // namespace
@@ -83,29 +65,56 @@ void adopt_masters(const Objects& params, const Objects& masters) {
                                      /*in_groups=*/true);
 }
 
+// After drop_low_bits nothing is left of others, and the masters go on.
+void take_over_masters(const Objects& params, const Objects& masters) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < params.size(); ++i) {
+    const WeightRecord record = weight_at(params[i]);
+    const at::Tensor master = local_of(masters.at(i));
+    if (record->master().is_same(master)) continue;
+    const Param param = param_of(params[i]);
+    if (record->master().defined())
+      master.detach().copy_(record->master_for(param, at::kFloat, /*stepping=*/true));
+    record->set_master(param, master, /*in_groups=*/true);
+  }
+}
+
 void follow_masters(const Objects& params, const Objects& masters) {
   refuse_borrowed(py::cast(params), "a look at an optimizer's masters", /*reads=*/true);
-  take_over_others(params, masters);
-  const WrappedPairs rounded = written_pairs(params, masters, false);
-  pass_over_pairs(rounded.params, rounded.masters, [](const Tensors& low, const Tensors& own) {
+  take_over_masters(params, masters);
+  Objects rounded;
+  Tensors own;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (weight_at(params[i])->is_master_written()) continue;
+    rounded.push_back(params[i]);
+    own.push_back(local_of(masters.at(i)));
+  }
+  pass_over_pairs(rounded, own, [](const Tensors& low, const Tensors& own) {
     average_(own, Tensors(own.size()), low, own, /*decay=*/0);
   });
-  stamp_masters(rounded.params);
+  stamp_pairs(rounded);
 }
 
 void round_masters(const Objects& params, const Objects& masters) {
-  round_pairs(params, masters);
-  stamp_masters(params);
+  round_pairs(params, locals_of(masters));
 }
 
-void round_written_masters(const Objects& params, const Objects& masters) {
-  take_over_others(params, masters);
-  const WrappedPairs written = written_pairs(params, masters, true);
-  round_pairs(written.params, written.masters);
+Objects written_masters(const py::iterable& params) {
+  Objects found;
+  for (const py::handle param : params) {
+    const WeightRecord record = weight_of(param);
+    if (record && record->is_master_written() && record->borrower() == Borrower::nobody)
+      found.push_back(py::reinterpret_borrow<py::object>(param));
+  }
+  return found;
 }
 
-void stamp_masters(const Objects& params) {
-  for (const py::object& param : params) weight_at(param)->stamp(tensor_of(param), local_of(param));
+void round_written_masters(const py::iterable& params) {
+  const Objects written = written_masters(params);
+  if (written.empty()) return;
+  Tensors masters;
+  for (const py::object& param : written) masters.push_back(master_of(param));
+  round_pairs(written, masters);
 }
 
 void bind_wrapped_masters(py::module_& m) {
@@ -113,9 +122,10 @@ void bind_wrapped_masters(py::module_& m) {
   for (const auto& [name, function] : {std::pair("adopt_masters", &adopt_masters),
                                        {"follow_masters", &follow_masters},
                                        {"round_masters", &round_masters},
-                                       {"round_written_masters", &round_written_masters}})
+                                       {"take_over_masters", &take_over_masters}})
     m.def(name, function, py::arg("params"), py::arg("masters"));
-  m.def("stamp_masters", &stamp_masters, py::arg("params"));
+  m.def("written_masters", &written_masters, py::arg("params"));
+  m.def("round_written_masters", &round_written_masters, py::arg("params"));
 }
 
 }  // namespace amp_mp

@@ -17,16 +17,17 @@ using Objects = std::vector<py::object>;
 Objects first_masters(const Objects& params);
 // These are the masters of the parameters from now on.
 void adopt_masters(const Objects& params, const Objects& masters);
-// Masters take over what other optimizers have made of their parameters. Those that do not round to
-// their parameters become these, unless they were written themselves. RuntimeError for parameters
-// that hold averages (loans.h).
+// Masters take over what other optimizers have made of their parameters since.
+void take_over_masters(const Objects& params, const Objects& masters);
+// The same; then those that do not round to their parameters become these, unless they were written
+// themselves. RuntimeError for parameters that hold averages (loans.h).
 void follow_masters(const Objects& params, const Objects& masters);
 // Rounds the masters into the parameters; float16 saturates.
 void round_masters(const Objects& params, const Objects& masters);
-// Masters take over what other optimizers have made of their parameters; those that were written
-// themselves are rounded into them, without a new stamp.
-void round_written_masters(const Objects& params, const Objects& masters);
-// The parameters are what their masters round to.
-void stamp_masters(const Objects& params);
+// Those of the parameters whose masters were written since they were rounded last; but no borrowed
+// ones (loans.h).
+Objects written_masters(const py::iterable& params);
+// Rounds these masters.
+void round_written_masters(const py::iterable& params);
 
 }  // namespace amp_mp

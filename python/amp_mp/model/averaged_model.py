@@ -166,6 +166,7 @@ class AveragedModel(nn.Module):
                 _C.refuse_borrowed(params, "an optimizer's step", reads=True)
 
         _C.refuse_borrowed(own, "swap()")
+        _C.round_written_masters(own)
         known = [(tensor, record) for tensor in live if (record := _C.weight_of(tensor))]
         unwritten = [(t, record) for t, record in known if record.is_unwritten(t)]
         saved = [tensor.detach().clone() for tensor in live]
@@ -269,6 +270,7 @@ class AveragedModel(nn.Module):
                 "an update while a CUDA graph is captured: replays would not count in n_averaged; "
                 "update after each replay"
             )
+        _C.round_written_masters(live)
         with noting(self.module.parameters()):
             self._write(averages, live, moving, decay)
 

@@ -126,6 +126,7 @@ class Changes:
         present = _named_parameters(self.model)
         own = [param for _, param in present.values()]
         _C.refuse_borrowed(own, "amp.Changes.take()", reads=True)
+        _C.round_written_masters(own)
         for name, (owner, param) in present.items():
             known = self._watched.get(name)
             if known is not None and is_dtensor(known.param) and not is_dtensor(param):

@@ -30,8 +30,8 @@ class NotScriptable:
     def __name__(self) -> str:
         """Raises the AttributeError that torch.jit.script then shows."""
         raise AttributeError(
-            "torch.jit.script cannot compile the casts around this model's modules, which are "
-            "hooks in Python; use torch.jit.trace or torch.export"
+            "torch.jit.script cannot compile the hooks of this model's modules, casts or those of "
+            "an FP16_Optimizer, which are in Python; use torch.jit.trace or torch.export"
         )
 
 

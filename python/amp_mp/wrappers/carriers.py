@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
+from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.sharding import gradients, reduction
@@ -299,6 +300,13 @@ class InMasters(Carrier):
     def drop_cleared(self) -> None:
         """As Carrier's, and the masters' gradients."""
         super().drop_cleared()
+        if unshown := self.masters.unshown():
+            warn(
+                f"the master of {self.masters.label_of(unshown[0])} was written, and the loss "
+                "comes from the weights before: call what writes masters as a method of "
+                "FP16_Optimizer, or zero_grad() before the forward. Models of amp_mp.prepare that "
+                "are not compiled follow by themselves"
+            )
         self.masters.refresh()
         pairs = [(p, m) for p, m in self.pairs() if m is not p and m.grad is not None]
         there = ledger.present([param for param, _ in pairs]) if pairs else set()
@@ -336,6 +344,7 @@ class InMasters(Carrier):
         super().zero_grad(drop)
         if self.masters.stale:
             self.masters.to_model()
+        self.masters.show()
 
 
 def carrier_for(optimizer: Optimizer) -> Carrier:

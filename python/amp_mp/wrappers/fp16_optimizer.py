@@ -47,6 +47,8 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
     parameters. Under a scale other than 1 their `.grad` is float32 after `backward`.
 
     It is a torch.optim.Optimizer with its own hooks; torch's hooks for all run for the wrapped one.
+    It has the methods that the wrapped one alone has, such as SAM's first_step: what these write
+    into masters is in the model when they return.
 
     A static scale checks nothing, as in Apex. A dynamic one skips the step on overflow, leaving
     every byte as it was, and lowers the scale.
@@ -101,6 +103,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         self.loss_scaler = policy
         self.dynamic_loss_scale = not isinstance(policy, policies.Static)
         self.overflow = False
+        self._waits = False  # an overflow that no step has skipped yet
         self.first_closure_call_this_step = True
         self._checks = self.dynamic_loss_scale or (enabled and check_overflow)
         self._watch = OverflowWatch()
@@ -152,6 +155,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if self._checks:
             totals = reduction.totals_of(model_groups([self._carrier]))
             self.overflow, self._max_abs = gradients.overflow_in(totals, scale)
+        self._waits = self._checks and self.overflow
         if self._checks and self.overflow:
             _C.note_gradients(self._carrier.params(), scale)  # the next loss adds to them
         else:
@@ -212,6 +216,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if closure is None:
             self._check_gradients()
         self._watch.update(self.loss_scaler, self.overflow, self._max_abs, describe)
+        self._waits = False
         if self.overflow:
             self._carrier.collected = False
             self._report(before)
@@ -245,8 +250,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
-            if not self.first_closure_call_this_step:
-                self._masters.to_model()
+            self._masters.to_model()  # before the first call, too, SAM has moved them
             self.first_closure_call_this_step = False
             self._carrier.collected = False
             loss = closure()
@@ -272,7 +276,23 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, of masters and model parameters."""
+        self._waits = False
         self._carrier.zero_grad(set_to_none)
+
+    def _pass_on(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As around a step: before, masters follow the model, afterwards the model follows them."""
+        if self._waits:
+            raise RuntimeError(
+                f"{method.__name__}: the last backward overflowed, so there are no gradients; call "
+                "step(), which skips and lowers the scale, or zero_grad(). In step(closure) losses "
+                "are repeated at a lower scale"
+            )
+        self._masters.follow()
+        self._masters.stale = True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._masters.to_model()
 
     def _patch_step_function(self) -> None:
         """Leaves torch's hooks of all steps to the wrapped optimizer's, lest they run twice."""
@@ -293,6 +313,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
             return self.optimizer.state_dict()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._masters.show()
         inner = tree_map_only(Tensor, torch.clone, self.optimizer.state_dict())
         for group in inner["param_groups"]:
             if "process_groups" in group:

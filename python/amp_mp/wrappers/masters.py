@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,11 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
+from amp_mp.model.kept_modules import NotScriptable
+from amp_mp.module_names import prepared_models
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.rule import NO_STATES
+from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
@@ -25,6 +29,44 @@ def model_params(optimizer: Optimizer) -> list[Tensor]:
     """The model's parameters that an optimizer updates, in place of their masters."""
     low = low_params(optimizer)
     return [low.get(param, param) for param in params_in(optimizer.param_groups)]
+
+
+class _BeforeUse(NotScriptable):
+    """A hook before a model's forward and state_dict: it gets what was written into its masters.
+
+    In a compiled model it does nothing. Copies of the model have a hook without masters.
+    """
+
+    def __init__(self, masters: "Masters | None" = None) -> None:
+        self._masters = None if masters is None else ref(masters)
+
+    def __call__(self, *_: Any) -> None:
+        if self._masters is not None and not torch.compiler.is_compiling():
+            masters = self._masters()
+            if masters is not None:
+                masters.show()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BeforeUse, ()
+
+
+def _called(params: set[Tensor]) -> Iterator[nn.Module]:
+    """What scripts call of the models that have these parameters, of those that were converted.
+
+    A hook in each of their modules would cost more than all of this. Of copies of such models the
+    modules alone are known that have parameters of their own.
+    """
+    found = set[Tensor]()
+    modules = list(prepared_models)
+    while modules:
+        module = modules.pop()
+        own = params.intersection(module.parameters())
+        if own and type(module).forward is nn.Module.forward:  # a ModuleList, which nobody calls
+            modules += module.children()
+        elif own:
+            found |= own
+            yield module
+    yield from low_bits.owners(params - found)
 
 
 class Masters:
@@ -39,6 +81,7 @@ class Masters:
         self.enabled = enabled
         self.stale = False
         self.low = low_params(optimizer)
+        self._hooked = WeakSet[nn.Module]()
         self.refresh()
 
     def refresh(self, first: int = 0) -> None:
@@ -64,6 +107,13 @@ class Masters:
                     self._give_state(param, masters[param])
                     params[i] = masters[param]
         _C.adopt_masters([*masters], [*masters.values()])
+        hook = _BeforeUse(self)
+        for module in {*_called({*masters})}.difference(self._hooked):
+            self._hooked.add(module)
+            hooks: Any = module  # whose methods torch has not typed
+            before_forward = hooks.register_forward_pre_hook(hook, prepend=True)
+            for handle in before_forward, hooks.register_state_dict_pre_hook(hook):
+                finalize(self, handle.remove).atexit = False
 
     def refuse_dtypes(self, first: int = 0) -> None:
         """Raises TypeError for a trainable parameter not in float16, bfloat16 or float32."""
@@ -159,19 +209,26 @@ class Masters:
             _C.round_masters(params, masters)
         self.stale = False
 
+    def show(self) -> None:
+        """Rounds the masters that were written otherwise than by a step into the model."""
+        _C.round_written_masters(self.low.values())
+
+    def unshown(self) -> list[Tensor]:
+        """The model's parameters whose masters wait for `show`."""
+        return _C.written_masters(self.low.values())
+
     @contextmanager
     def edit(self, params: Any) -> Iterator[Any]:
-        """FP16_Optimizer.masters; first rounds the masters that were written otherwise."""
+        """FP16_Optimizer.masters."""
         pairs, own = self.pairs(), self.optimizer.param_groups
-        low = self.lists()
         model = [[*map(self.model_param, group["params"])] for group in own]
         format = "float32" if self.enabled else "none"
         groups = [{**g, "master": format, "params": p} for g, p in zip(own, model, strict=True)]
-        _C.round_written_masters(*low)
+        _C.take_over_masters(*self.lists())
+        self.show()
         states = {param: {"master": master} for param, master in pairs}
         with edit_masters(params, [NO_STATES] * len(groups), groups, states) as masters:
             yield masters
-        _C.stamp_masters(low[0])
 
     # Snapshots.
 

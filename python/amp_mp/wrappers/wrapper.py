@@ -1,6 +1,9 @@
 """An optimizer around another one: what FP16_Optimizer and LARC show of the inner optimizer."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import wraps
+from inspect import ismethod
 from operator import attrgetter
 from typing import Any
 
@@ -29,7 +32,10 @@ LOSS_SCALE: Any = property(attrgetter("loss_scaler.scale"), _set_loss_scale)
 
 
 class OptimizerAround(torch.optim.Optimizer):
-    """A torch.optim.Optimizer around another: hooks are its own, all else the inner one's."""
+    """A torch.optim.Optimizer around another: hooks are its own, all else the inner one's.
+
+    Methods that the inner one alone has, such as SAM's first_step, are passed on.
+    """
 
     param_groups: Any = shown("optimizer.param_groups")
     state: Any = shown("optimizer.state")
@@ -45,3 +51,22 @@ class OptimizerAround(torch.optim.Optimizer):
             setattr(self, hooks, OrderedDict())
         self.optimizer = optimizer
         self._patch_step_function()
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property of this class: it raises its own error
+            return object.__getattribute__(self, name)
+        # No "__deepcopy__": and none of the attributes, by which torch and others tell what an
+        # optimizer does itself, such as _step_supports_amp_scaling.
+        method = getattr(vars(self).get("optimizer"), name, None)
+        if name.startswith("__") or not ismethod(method):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        @wraps(method)
+        def passed_on(*args: Any, **kwargs: Any) -> Any:
+            return self._pass_on(method, *args, **kwargs)
+
+        return passed_on
+
+    def _pass_on(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the inner optimizer."""
+        return method(*args, **kwargs)

@@ -4,7 +4,7 @@ What rounding cuts off from a weight is in its record (csrc/torch/weights/weight
 is about a DTensor's shard on this process.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -109,6 +109,12 @@ def _mark(module: nn.Module, params: Mapping[str, Tensor]) -> None:
         own[name].is_prepared = True
 
 
+def owners(params: Collection[Tensor]) -> list[nn.Module]:
+    """The prepared modules, and copies of such, that have one of these parameters of their own."""
+    known = list(_prepared) if params else []
+    return [m for m in known if any(p in params for p in own_parameters(m).values())]
+
+
 def track(module: nn.Module) -> None:
     """Keeps float32 values of a module's own parameters through loading and copying."""
     low = {n: p for n, p in own_parameters(module).items() if p.dtype in LOW_PRECISION}
@@ -152,9 +158,14 @@ class _BeforeLoad:
         module = self._module()
         own = {} if module is None else own_parameters(module)
         found = {n: (p, record) for n, p in own.items() if (record := _C.weight_of(p))}
+        # The copy of a parameter whose master was written is made already.
+        written = set(_C.written_masters(own.values()))
         return _restored, (
             module,
-            {n: (p, record.is_prepared, record.state(p)) for n, (p, record) in found.items()},
+            {
+                n: (p, record.is_prepared, record.state(p), p in written)
+                for n, (p, record) in found.items()
+            },
         )
 
 
@@ -163,16 +174,18 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in module._parameters.items() if param is not None}
 
 
-def _restored(module: nn.Module, known: dict[str, tuple[nn.Parameter, bool, Any]]) -> _BeforeLoad:
+def _restored(module: nn.Module, known: dict[str, tuple[Any, ...]]) -> _BeforeLoad:
     """The hook of a copied module, whose parameters have masters as those of the original do."""
     unwatched.add(module)
-    for name, (param, prepared, state) in known.items():
+    for name, (param, prepared, state, *written) in known.items():  # a pickle of before has less
         if prepared:
             _mark(module, {name: param})  # by name: the module has no parameters yet
         if state is not None:
             if len(state) == 5:  # a pickle of before: with a checksum nobody had stepped it
                 state = (*state, state[3] is None)
             _C.weight_at(param, module).set_state(param, state)
+            if any(written):
+                _C.round_masters([param], [state[0]])
     return _BeforeLoad(module)
 
 
