@@ -161,3 +161,21 @@ def test_the_optimizer_goes_on_with_the_bits_of_what_was_not_written() -> None:
     found = amp.float32_of(model.weight)
     assert torch.equal(found[:-1], master[:-1])
     assert found[-1, -1].bfloat16() == 0.375
+
+
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+def test_masters_of_a_second_wrapper_are_what_was_written(dtype: torch.dtype) -> None:
+    """Also where the next write gives a weight the value that it had before the first one."""
+    weight = nn.Parameter(torch.full((3,), 0.75, dtype=dtype))
+
+    def wrapped() -> amp.FP16_Optimizer:
+        inner = torch.optim.SGD([weight], lr=2.0**-12)
+        return amp.FP16_Optimizer(inner, static_loss_scale=1.0, verbose=False)
+
+    optimizer = wrapped()
+    optimizer.backward(weight.float().sum())
+    optimizer.step()  # a step below the weight's rounding
+    for value in (0.5, 0.75):
+        weight.data.fill_(value)
+        optimizer = wrapped()
+        assert optimizer.param_groups[0]["params"][0].tolist() == [value] * 3

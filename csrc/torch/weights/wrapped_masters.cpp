@@ -41,6 +41,14 @@ void stamp_pairs(const Objects& params) {
   for (const py::object& param : params) weight_at(param)->stamp(tensor_of(param), local_of(param));
 }
 
+// Elements that do not round to their parameters' become these.
+void remake_pairs(const Objects& params, const Tensors& masters) {
+  pass_over_pairs(params, masters, [](const Tensors& low, const Tensors& own) {
+    average_(own, Tensors(own.size()), low, own, /*decay=*/0);
+  });
+  stamp_pairs(params);
+}
+
 void round_pairs(const Objects& params, const Tensors& masters) {
   pass_over_pairs(params, masters, [](const Tensors& low, const Tensors& own) {
     copy_(low, own, std::nullopt, 1.0, /*saturate=*/true);
@@ -63,6 +71,7 @@ void adopt_masters(const Objects& params, const Objects& masters) {
   for (size_t i = 0; i < params.size(); ++i)
     weight_at(params[i])->set_master(param_of(params[i]), local_of(masters.at(i)),
                                      /*in_groups=*/true);
+  remake_pairs(params, locals_of(masters));
 }
 
 // After drop_low_bits nothing is left of others, and the masters go on.
@@ -89,10 +98,7 @@ void follow_masters(const Objects& params, const Objects& masters) {
     rounded.push_back(params[i]);
     own.push_back(local_of(masters.at(i)));
   }
-  pass_over_pairs(rounded, own, [](const Tensors& low, const Tensors& own) {
-    average_(own, Tensors(own.size()), low, own, /*decay=*/0);
-  });
-  stamp_pairs(rounded);
+  remake_pairs(rounded, own);
 }
 
 void round_masters(const Objects& params, const Objects& masters) {
