@@ -15,7 +15,8 @@ using Objects = std::vector<py::object>;
 
 // A float32 tensor for each parameter's master, placed as the parameter.
 Objects first_masters(const Objects& params);
-// These are the masters of the parameters from now on, and are what was written behind the counters.
+// These are the masters of the parameters from now on, and are what was written behind the
+// counters.
 void adopt_masters(const Objects& params, const Objects& masters);
 // Masters take over what other optimizers have made of their parameters since.
 void take_over_masters(const Objects& params, const Objects& masters);
