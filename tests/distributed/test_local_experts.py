@@ -19,6 +19,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import amp_mp as amp
 
@@ -187,6 +188,27 @@ def test_experts_of_dtensors() -> None:
     right = math.sqrt(16 * (1 + 1 + 4))
     assert on_ranks(4, meshes, True) == pytest.approx([right] * 4, rel=NORM_ERROR)
     assert all("process_groups" in raised for raised in on_ranks(4, meshes, False))
+
+
+def crossed() -> float | None:
+    """A matrix cut over two dimensions of a mesh; in one of them only half have experts."""
+    mesh = made_once((2, 2), ("dp", "tp"))
+    ones = torch.ones(4, 4)
+    dense = nn.Parameter(distribute_tensor(ones, mesh, [Shard(0), Shard(1)]))
+    dense.grad = distribute_tensor(ones, mesh, [Shard(0), Shard(1)])
+    experts = []
+    if mesh.get_local_rank("tp") == 0:
+        experts.append(nn.Parameter(distribute_tensor(ones, mesh["dp"], [Shard(0)])))
+        experts[0].grad = distribute_tensor(2 * ones, mesh["dp"], [Shard(0)])
+    groups = [{"params": [dense]}, {"params": experts, "process_groups": mesh["tp"]}]
+    optimizer = amp.optim.SGD(groups, lr=0.1, max_grad_norm=1.0)
+    optimizer.step()
+    return optimizer.grad_norm
+
+
+def test_experts_do_not_change_the_order_in_which_parts_are_added() -> None:
+    """Processes that add the matrix over the mesh's dimensions in two orders add it twice."""
+    assert on_ranks(4, crossed, limit_s=20) == pytest.approx([math.sqrt(16 + 64)] * 4)
 
 
 def stages(experts: list[int]) -> float | None:

@@ -15,6 +15,7 @@ from layouts import NORM_ERROR, made_once, whole
 from random_tests import examples
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import amp_mp as amp
@@ -22,9 +23,10 @@ import amp_mp as amp
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 ROWS, COLUMNS, LR = 4, 6, 0.01
-# Whose parameters a param_group has: of one rank ("world", "mesh"), or of one place in "ep", whose
-# ranks have copies ("ep") or shards ("shards") of them.
+# Whose parameters a param_group has: of one rank ("world", "mesh"), of one place in "ep", whose
+# ranks have copies ("ep") or shards ("shards") of them, or of all ("copies", "fsdp").
 KINDS = {2: ["world"], 4: ["world", "mesh", "ep", "shards"]}
+OF_ALL = ["copies", "fsdp"]
 OURS = ["SGD", "AdamW", "LAMB", "LARS", "NovoGrad", "Muon"]
 WAYS = ["alone", "measure", "GradScaler", "unscale_", "FP16_Optimizer", "scale_loss"]
 
@@ -32,7 +34,7 @@ WAYS = ["alone", "measure", "GradScaler", "unscale_", "FP16_Optimizer", "scale_l
 @dataclass
 class Expert:
     group: int
-    home: int  # a rank, or a place in "ep"
+    home: int  # a rank, or a place in "ep"; any, of what all have
 
 
 @dataclass
@@ -41,11 +43,10 @@ class Script:
 
     optimizer: str
     way: str
-    dense: str  # "plain", "shards" or "none"
-    kinds: list[str]  # of each param_group of experts
+    kinds: list[str]  # of each param_group
     options: list[dict[str, Any]]  # of each param_group
-    experts: list[Expert]
-    steps: list[dict[int, Tensor | None]] = field(default_factory=list)  # gradients; -1: dense
+    experts: list[Expert]  # and layers that all have
+    steps: list[dict[int, Tensor | None]] = field(default_factory=list)  # gradients
     moves: list[dict[int, int]] = field(default_factory=list)  # experts to new homes
 
 
@@ -55,35 +56,37 @@ def script(seed: int, world: int) -> Script:
     name = choose.choice([*OURS, "torch.SGD", "torch.AdamW"])
     way = choose.choice(WAYS[2:] if name.startswith("torch") else WAYS)
     kinds = [choose.choice(KINDS[world]) for _ in range(choose.randint(1, 2))]
-    options: list[dict[str, Any]] = [{} for _ in [0, *kinds]]
+    kinds += [choose.choice(OF_ALL) for _ in range(choose.randint(0, 2))]
+    choose.shuffle(kinds)
+    options: list[dict[str, Any]] = [{} for _ in kinds]
     for each in options:
         if name == "Muon":
             each["use_muon"] = choose.random() < 0.5
         if name in ("AdamW", "Muon"):
             each["hyperball"] = choose.random() < 0.5
-    places = [world if kind in ("world", "mesh") else 2 for kind in kinds]
+    places = [1 if k in OF_ALL else 2 if k in ("ep", "shards") else world for k in kinds]
     experts = [
         Expert(group, home)
         for group, count in enumerate(places)
         for home in range(count)
-        for _ in range(choose.choice([0, 0, 1, 2, 3]))
+        for _ in range(choose.choice([0, 0, 1, 2, 3]) if count > 1 else 1)
     ]
-    dense = choose.choice(["plain", "plain", "shards", "shards", "none"])
-    found = Script(name, way, dense if experts else "plain", kinds, options, experts)
+    found = Script(name, way, kinds, options, experts or [Expert(0, 0)])
     for _ in range(5):
         grads: dict[int, Tensor | None] = {}
-        for number in [-1, *range(len(experts))]:  # numbers that bfloat16 has
+        for number, each in enumerate(found.experts):  # numbers that bfloat16 has
             grads[number] = torch.randint(-8, 9, (ROWS, COLUMNS)) * 2.0 ** choose.randint(-3, 2)
-        for number in range(len(experts)):
-            if choose.random() < 0.15:
+            # A scaler refuses a step without any gradient, and FSDP2 has one in every step.
+            if choose.random() < 0.15 and number > 0 and kinds[each.group] != "fsdp":
                 grads[number] = None
         if choose.random() < 0.15:
             infinite = grads[choose.choice([*grads])]
             if infinite is not None:
                 infinite[0, 0] = float("inf")
         found.steps.append(grads)
-        some = [i for i in range(len(experts)) if choose.random() < 0.3]
-        found.moves.append({i: choose.randrange(places[experts[i].group]) for i in some})
+        some = [i for i, each in enumerate(found.experts) if places[each.group] > 1]
+        some = [i for i in some if choose.random() < 0.3]
+        found.moves.append({i: choose.randrange(places[found.experts[i].group]) for i in some})
     return found
 
 
@@ -95,15 +98,9 @@ class Side:
         self.is_whole = is_whole
         self.homes = [each.home for each in given.experts]
         torch.manual_seed(0)
-        first = [torch.randn(ROWS, COLUMNS) for _ in [0, *given.experts]]
-        self.layers: dict[int, Any] = {}
-        if given.dense != "none":
-            shards = given.dense == "shards" and not is_whole
-            mesh = made_once((dist.get_world_size(),), ("all",)) if shards else None
-            self.layers[-1] = layer(first[-1], mesh)
-        for number in range(len(given.experts)):
-            if self.is_here(number):
-                self.layers[number] = self.expert(number, first[number])
+        first = [torch.randn(ROWS, COLUMNS) for _ in given.experts]
+        here = filter(self.is_here, range(len(given.experts)))
+        self.layers = {number: self.layer(number, first[number]) for number in here}
         self.optimizer = self.make_optimizer()
         self.scaler = amp.GradScaler("cpu", init_scale=8.0)
         self.around: Any = None
@@ -113,36 +110,32 @@ class Side:
             self.optimizer.attach(nn.ModuleList(self.layers.values()), measure=True)
 
     def is_here(self, number: int) -> bool:
-        if self.is_whole:
-            return True
         kind = self.script.kinds[self.script.experts[number].group]
-        rank = dist.get_rank()
-        here = (
-            rank
-            if kind in ("world", "mesh")
-            else made_once((2, 2), ("pp", "ep")).get_local_rank("ep")
-        )
+        if self.is_whole or kind in OF_ALL:
+            return True
+        here = dist.get_rank() if kind in ("world", "mesh") else mesh().get_local_rank("ep")
         return self.homes[number] == here
 
-    def expert(self, number: int, weight: Tensor) -> Any:
+    def layer(self, number: int, weight: Tensor) -> Any:
+        made = nn.Linear(COLUMNS, ROWS, bias=False)
+        made.weight.data.copy_(weight)
         kind = self.script.kinds[self.script.experts[number].group]
-        shards = kind == "shards" and not self.is_whole
-        return layer(weight, made_once((2, 2), ("pp", "ep"))["pp"] if shards else None)
+        if self.is_whole or kind not in ("fsdp", "shards"):
+            return made
+        everyone = made_once((dist.get_world_size(),), ("all",))
+        return fully_shard(made, mesh=everyone if kind == "fsdp" else mesh()["pp"])
 
     def params(self, group: int) -> list[Any]:
-        """Of a param_group; 0: the dense layer's."""
-        return [
-            own.weight
-            for number, own in self.layers.items()
-            if (0 if number < 0 else 1 + self.script.experts[number].group) == group
-        ]
+        experts = self.script.experts
+        return [own.weight for i, own in self.layers.items() if experts[i].group == group]
 
     def make_optimizer(self) -> Any:
         given = self.script
-        groups = [{"params": self.params(0), **given.options[0]}]
-        for number, kind in enumerate(given.kinds, 1):
+        groups = []
+        for number, kind in enumerate(given.kinds):
             own = {"params": self.params(number), **given.options[number]}
-            groups.append(own if self.is_whole else {**own, "process_groups": named(kind)})
+            named = {} if self.is_whole or kind in OF_ALL else {"process_groups": over(kind)}
+            groups.append({**own, **named})
         if given.optimizer.startswith("torch."):
             return getattr(torch.optim, given.optimizer[6:])(groups, lr=LR)
         kind = getattr(amp.optim, given.optimizer)
@@ -190,32 +183,30 @@ class Side:
             if number in self.layers:
                 self.optimizer.state.pop(self.layers.pop(number).weight, None)
             if self.is_here(number):
-                self.layers[number] = self.expert(number, weights[number])
+                self.layers[number] = self.layer(number, weights[number])
         self.layers = dict(sorted(self.layers.items()))
         for number, group in enumerate(self.optimizer.param_groups):
             group["params"] = self.params(number)
 
 
-def layer(weight: Tensor, mesh: Any = None) -> Any:
-    made = nn.Linear(COLUMNS, ROWS, bias=False)
-    made.weight.data.copy_(weight)
-    return made if mesh is None else fully_shard(made, mesh=mesh)
+def mesh() -> DeviceMesh:
+    return made_once((2, 2), ("pp", "ep"))
 
 
-def named(kind: str) -> Any:
+def over(kind: str) -> Any:
+    """The process_groups of a param_group."""
     if kind == "world":
         return dist.group.WORLD
-    mesh = made_once((2, 2), ("pp", "ep"))
-    return mesh if kind == "mesh" else mesh["ep"]
+    return mesh() if kind == "mesh" else mesh()["ep"]
 
 
-def wrong(seed: int) -> str:
+def wrong(given: Script) -> str:
     """What differs first from the process that has everything, in words."""
-    given, first = script(seed, dist.get_world_size()), ""
+    first = ""
     own, everything = Side(given, False), Side(given, True)
     for number, (grads, homes) in enumerate(zip(given.steps, given.moves, strict=True)):
         found, _ = own.step(grads), everything.step(grads)
-        there = [g for i, g in grads.items() if g is not None and (i >= 0 or given.dense != "none")]
+        there = [grad for grad in grads.values() if grad is not None]
         norm = torch.cat([g.double().flatten() for g in there]).norm().item() if there else 0.0
         right = pytest.approx(norm, rel=NORM_ERROR)
         if found is not None and math.isfinite(norm) and found != right:
@@ -234,7 +225,8 @@ def wrong(seed: int) -> str:
 def all_wrong(seeds: range) -> list[tuple[int, str]]:
     # A rank's only experts may have had no token so far.
     warnings.filterwarnings("ignore", "amp_mp: no parameter of this optimizer has a gradient")
-    return [(seed, text) for seed in seeds if (text := wrong(seed))]
+    world = dist.get_world_size()
+    return [(seed, text) for seed in seeds if (text := wrong(script(seed, world)))]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -242,3 +234,26 @@ def test_any_experts_on_any_process_train_as_on_one(world: int) -> None:
     """AMP_MP_EXAMPLES says how many."""
     for found in on_ranks(world, all_wrong, range(examples(25)), limit_s=60 + 2.0 * examples(25)):
         assert found == []
+
+
+ADAMH, MUONH = ({"hyperball": True, "use_muon": is_muon} for is_muon in (False, True))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        (["shards", "fsdp"], [ADAMH, MUONH]),
+        (["shards", "fsdp", "fsdp"], [MUONH, ADAMH, MUONH]),
+    ],
+    ids=["a rule here alone", "a rule that comes first here alone"],
+)
+def test_each_rule_gathers_its_sums_as_the_others_do(
+    kinds: list[str], options: list[dict[str, Any]]
+) -> None:
+    """Half of the ranks have no expert. Each rule with norms of updates gathers these by itself."""
+    experts = [Expert(group, 0) for group in range(len(kinds))]
+    grads = {
+        number: torch.full((ROWS, COLUMNS), 1.0 + number).triu() for number in range(len(kinds))
+    }
+    given = Script("Muon", "alone", kinds, options, experts, [grads] * 2, [{}] * 2)
+    assert on_ranks(4, wrong, given, limit_s=20) == [""] * 4
