@@ -163,10 +163,18 @@ def by_hand_to_0(way: Way) -> None:
             param.grad.zero_()
 
 
+def by_data_to_0(way: Way) -> None:
+    """As torch's own zero_grad before 1.4; no version counter tells of it."""
+    for param in way.model.parameters():
+        if param.grad is not None:
+            param.grad.data.zero_()
+
+
 CLEAR: dict[str, Callable[[Way], Any]] = {
     "optimizer": lambda way: way.optimizer.zero_grad(),
     "model": lambda way: way.model.zero_grad(),
     "model to 0": by_hand_to_0,
+    "model's data to 0": by_data_to_0,
 }
 
 
@@ -203,6 +211,7 @@ class Script:
         self.weights = {"low": 0.0, "wide": 0.0}
         self.waits = False  # whether the last loss has left its gradients scaled
         self.has_losses = False  # since the last step
+        self.is_zero = False  # whether the last loss has left the low-precision gradient 0
         self.done: list[str] = []
 
     def act(self) -> None:
@@ -227,6 +236,9 @@ class Script:
         """What a loss gives to the weights, or to one of them, and adds to the true gradients."""
         names = self.draw.choice([["low", "wide"], ["low"], ["wide"]])
         found = {name: float(self.draw.randint(1, 3)) for name in names}
+        if len(found) == 2 and self.draw.random() < 0.2:
+            found["low"] = 0.0  # which is no cleared gradient
+        self.is_zero = found.get("low", 0.0 if self.is_zero else 1.0) == 0.0
         self.true |= {name: self.true.get(name, 0.0) + x for name, x in found.items()}
         self.has_losses = True
         return found
@@ -244,6 +256,8 @@ class Script:
             self.way.model.loss(self.factors()).backward()
 
     def write(self) -> None:
+        if self.is_zero:  # beside what was written a cleared 0 would look the same
+            return
         if not self.waits and (self.has_losses or self.way.takes_plain):
             for grad in self.way.gradients():
                 if grad is not None:

@@ -212,11 +212,12 @@ def test_the_next_iteration_starts_from_nothing_however_gradients_were_cleared(d
     x = whole_numbers(1, 4, device=device)
     wanted = true_gradients(model, lambda twin: twin(x).sum())
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.0), static_loss_scale=128.0)
-    clearings: list[Callable[[], None]] = [
+    clearings: list[Callable[[], object]] = [
         lambda: None,
         optimizer.zero_grad,
         lambda: optimizer.zero_grad(set_to_none=False),
         model.zero_grad,
+        lambda: [p.grad.data.zero_() for p in model.parameters()],
     ]
     for clear in clearings:
         clear()

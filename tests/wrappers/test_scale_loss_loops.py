@@ -31,6 +31,7 @@ CLEAR: dict[str, Callable[[Any, Any], None]] = {
     "to 0": lambda optimizer, _: optimizer.zero_grad(set_to_none=False),
     "by hand": lambda _, weight: setattr(weight, "grad", None),
     "by hand to 0": lambda _, weight: weight.grad.zero_(),
+    "its data to 0": lambda _, weight: weight.grad.data.zero_(),
 }
 
 

@@ -59,6 +59,7 @@ class Carrier:
         self.collected = False
         # What is set aside, by the tensor that gets the true gradient.
         self.earlier: dict[Tensor, Earlier] = {}
+        self._zeros = set[Tensor]()  # see ledger.present
 
     def pairs(self) -> Pairs:
         """The model's parameters, each with the tensor that gets its true gradient."""
@@ -70,12 +71,18 @@ class Carrier:
 
     # Around a backward pass.
 
-    def drop_cleared(self) -> None:
-        """Drops true gradients of parameters whose own a script has cleared since."""
-        if not self.earlier:
+    def drop_cleared(self, masters: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """Drops true gradients of parameters whose own a script has cleared since.
+
+        masters: pairs whose true gradient is the master's.
+        """
+        if not self.earlier and not masters:
             return
-        there = ledger.present([each.param for each in self.earlier.values()])
+        there = ledger.present(self.params(), self._zeros)
         self.earlier = {t: each for t, each in self.earlier.items() if each.param in there}
+        for param, master in masters:
+            if param not in there:
+                master.grad = None
 
     def set_aside(
         self, pairs: Pairs, scales: dict[Tensor, float | None], delays: bool
@@ -117,11 +124,14 @@ class Carrier:
 
     def put_back(self) -> None:
         """Puts back what is still set aside of parameters that the loss has not reached."""
+        if not self.earlier:
+            return
         for target, (param, grad, true) in [*self.earlier.items()]:
             if param.grad is None:
                 param.grad = grad
                 target.grad = true
                 del self.earlier[target]
+        self._zeros = ledger.zeros(self.params())  # delayed losses add to them
 
     def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
         """Divides the gradients by the scale and adds what is set aside.
@@ -129,6 +139,7 @@ class Carrier:
         pairs: this carrier's. settled: parameters whose gradients are divided; this adds those
         divided in place. Returns the pairs of which this is the first loss.
         """
+        adds = bool(self.earlier)
         new = [pair for pair in pairs if pair[0] not in settled]
         own = [param for param, target in new if target is param]
         settled.update(own)
@@ -143,6 +154,8 @@ class Carrier:
                 self._add_earlier(target)
         for target in [*self.earlier]:
             self._add_earlier(target)
+        # Those of a first loss hide nothing.
+        self._zeros = ledger.zeros(self.params()) if adds else set()
         self.collected = True
         return first
 
@@ -297,9 +310,8 @@ class InMasters(Carrier):
             (low.get(p, p), p) for group in self.optimizer.param_groups for p in group["params"]
         ]
 
-    def drop_cleared(self) -> None:
-        """As Carrier's, and the masters' gradients."""
-        super().drop_cleared()
+    def drop_cleared(self, masters: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+        """As Carrier's, of all masters."""
         if unshown := self.masters.unshown():
             warn(
                 f"the master of {self.masters.label_of(unshown[0])} was written, and the loss "
@@ -308,11 +320,9 @@ class InMasters(Carrier):
                 "are not compiled follow by themselves"
             )
         self.masters.refresh()
-        pairs = [(p, m) for p, m in self.pairs() if m is not p and m.grad is not None]
-        there = ledger.present([param for param, _ in pairs]) if pairs else set()
-        for param, master in pairs:
-            if param not in there:
-                master.grad = None
+        super().drop_cleared(
+            masters or [(p, m) for p, m in self.pairs() if m is not p and m.grad is not None]
+        )
 
     def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
         """As Carrier's."""
@@ -476,7 +486,7 @@ def are_gone(params: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> bool
     given = list(params)
     blocks = [*Block.under_way.values()]
     busy = any(not set(_params(block.carriers)).isdisjoint(given) for block in blocks)
-    return not reduction.on_any_process(groups, busy or not ledger.are_gone(given))
+    return not reduction.on_any_process(groups, busy or bool(ledger.nonzero(given)))
 
 
 @torch.no_grad()

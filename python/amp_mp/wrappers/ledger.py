@@ -22,24 +22,25 @@ def changed(params: Iterable[Tensor]) -> list[Tensor]:
     return nonzero([param for param in given if param not in same])
 
 
-def present(params: Iterable[Tensor]) -> set[Tensor]:
-    """The parameters that have their noted gradients still, and not as zeros.
+def zeros(params: Iterable[Tensor]) -> set[Tensor]:
+    """The parameters whose gradients are 0 now. Reads the gradients; waits for their device."""
+    given = [param for param in params if param.grad is not None]
+    return set(given).difference(nonzero(given))
 
-    Reads those that were written since, and only those; waits for their device.
+
+def present(params: Iterable[Tensor], zeros: set[Tensor]) -> set[Tensor]:
+    """The parameters that have their noted gradients still, and not as zeros of a script.
+
+    zeros: those whose gradients were 0 when they were noted. Of an optimizer's parameters all have
+    to be given: `grad.data.zero_()` advances no version counter, so such a 0 is a script's where
+    another gradient has become 0 in this way. Reads the gradients; waits for their device.
     """
     given = list(params)
     same, noted = _C.unwritten_gradients(given), _C.gradient_scales(given)
     # DistributedDataParallel may have moved a gradient into another bucket.
-    moved = [p for p in given if p.grad is not None and p.grad._base is not None]
-    written = [param for param in {**noted, **dict.fromkeys(moved)} if param not in same]
-    return same | set(nonzero(written)) if written else same
-
-
-def are_gone(params: Iterable[Tensor]) -> bool:
-    """Whether no parameter has a gradient other than 0."""
-    given = list(params)
-    # In this order: another process may have no unwritten ones, and gathers for the others.
-    return not changed(given) and not _C.unwritten_gradients(given)
+    moved = {p for p in given if p.grad is not None and p.grad._base is not None}
+    found = set(nonzero([p for p in given if p in noted or p in moved]))
+    return found | same if same - found <= zeros else found
 
 
 def nonzero(params: Iterable[Tensor]) -> list[Tensor]:
