@@ -129,7 +129,22 @@ def moved(model: nn.Module, optimizer: Any) -> Any:
     return CLASSES["SGD"](model.to(device).parameters())
 
 
+def forgotten(model: nn.Module, optimizer: Any) -> Any:
+    amp.optim.forget(optimizer)
+    return optimizer
+
+
+def forgotten_for_another(model: nn.Module, optimizer: Any) -> Any:
+    """As verl's offload: the weights go elsewhere and come back."""
+    amp.optim.forget(optimizer)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    return CLASSES["SGD"](model.parameters())
+
+
 AFTER: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "forget": forgotten,
+    "forget, and a new optimizer": forgotten_for_another,
     "state.clear()": cleared,
     "del state[p]": deleted,
     "state[p] = {}": reset_as_relora,
