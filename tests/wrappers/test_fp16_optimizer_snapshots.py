@@ -157,6 +157,33 @@ def test_the_snapshots_kind_of_scale_counts(device: str) -> None:
     assert target.overflow
 
 
+def test_a_weight_that_trains_since_it_was_wrapped_has_its_master_in_a_snapshot() -> None:
+    """It gets one with the next loss; a snapshot from before is refused as a whole."""
+
+    def start() -> tuple[Mixed, amp.FP16_Optimizer]:
+        torch.manual_seed(0)
+        model = Mixed(torch.bfloat16)
+        model.low.weight.requires_grad_(False)
+        return model, wrap(INNER["torch Adam"](model.parameters()))
+
+    x = torch.randn(3, 4)
+    model, optimizer = start()
+    train_step(model, optimizer, x)
+    before = optimizer.state_dict()
+    model.low.weight.requires_grad_(True)
+    found = everything(model, optimizer)
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        optimizer.load_state_dict(before)
+    assert everything(model, optimizer) == found
+    twin, other = start()
+    twin.low.weight.requires_grad_(True)
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    for pair in (model, optimizer), (twin, other):
+        train_step(*pair, x)
+    assert everything(twin, other) == everything(model, optimizer)
+
+
 @pytest.mark.parametrize("copier", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_it_cannot_be_pickled_or_copied(copier: Callable[[Any], Any]) -> None:
     with pytest.raises(RuntimeError, match="state_dict"):

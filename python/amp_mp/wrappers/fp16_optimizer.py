@@ -313,6 +313,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
             return self.optimizer.state_dict()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._masters.refresh()  # a weight may train that was frozen when it was wrapped
         self._masters.show()
         inner = tree_map_only(Tensor, torch.clone, self.optimizer.state_dict())
         for group in inner["param_groups"]:
@@ -345,6 +346,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         missing = sorted(needed - state_dict.keys())
         if missing:
             raise ValueError(f"state_dict: {missing} missing; nothing was loaded")
+        self._masters.refresh()
         self._masters.check(state_dict["fp32_from_fp16"])
         policy = policies.from_state_dict(state_dict["loss_scaler"])
         inner = tree_map_only(Tensor, torch.clone, state_dict["optimizer_state_dict"])

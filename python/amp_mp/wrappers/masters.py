@@ -99,6 +99,7 @@ class Masters:
         ]
         if not low:
             return
+        _C.refuse_borrowed(low, "a look at an optimizer's masters", reads=True)
         values = zip(low, _C.first_masters(low), strict=True)
         masters = {param: nn.Parameter(own) for param, own in values}
         for params in self.groups(first):
