@@ -119,3 +119,18 @@ def test_wrong_arguments_are_named(device: str) -> None:
             amp.float32_of(torch.ones(3, dtype=dtype, device=device))
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, found Li"):
         amp.float32_of(layer.weight, layer)
+
+
+def test_an_optimizer_without_masters_leaves_those_of_another(device: str) -> None:
+    """What is read for the other one is what it goes on with."""
+    weight = nn.Parameter(torch.linspace(0.5, 2, 64, device=device).bfloat16())
+    keeper = amp.optim.SGD([weight], lr=1e-4)
+    other = amp.optim.SGD([weight], lr=0.5, master="none")
+    for optimizer, grad in (keeper, 1.0), (other, 0.0):
+        weight.grad = torch.full_like(weight, grad)
+        optimizer.step()
+    found = amp.float32_of(weight, keeper)
+    assert not torch.equal(found, weight.float())
+    weight.grad = torch.zeros_like(weight)
+    keeper.step()
+    assert torch.equal(amp.float32_of(weight), found)

@@ -172,10 +172,11 @@ WeightRecord init_state(const Member& member, bool stepping) {
     const at::Tensor master = record->master_for(member.tensors(), entry->dtype, stepping);
     const at::Tensor there = settled(member.group, member.local, master);
     if (!there.is_same(master)) record->move_master(there);
-  } else if (const WeightRecord earlier = weight_of(member.param)) {
-    earlier->drop();
   }
   put_entry(record, member.param, member.state);
+  if (!record)  // then a master that no other optimizer has would only take memory
+    if (const WeightRecord earlier = weight_of(member.param); earlier && !earlier->is_held())
+      earlier->drop();
   settle(member.group, member.local, member.state);
   return record;
 }

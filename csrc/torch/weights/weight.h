@@ -104,6 +104,10 @@ class Weight {
   bool is_master_written() const { return is_in_groups_ && !written_.still(master_); }
   // Whether an optimizer has updated the master.
   bool is_stepped() const { return is_stepped_; }
+  // Whether an optimizer's state shows the master, or param_groups have it.
+  bool is_held() const {
+    return present_shown().defined() || (is_in_groups_ && master_.use_count() > 1);
+  }
 
   // Another tensor over the master's memory, for optimizers' states to show. When another master
   // replaces this one, it becomes empty: nobody takes it, or a copy of it, for the present one.
