@@ -286,3 +286,40 @@ def test_a_parameter_that_two_optimizers_share_is_unscaled_in_place(
     pair = [amp.optim.SGD([weight], lr=0.25), torch.optim.SGD([weight], lr=0.25)]
     scaled_backward(handle, weight.float().sum(), pair)
     assert (weight.grad == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("clear", CLEAR)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_may_be_cleared_inside_of_a_block(
+    start: Start, device: str, name: str, clear: str, dtype: torch.dtype
+) -> None:
+    """Before its loss goes backward, between two times, and after; also of a weight not reached."""
+    handle = start(loss_scale=8.0)
+    weight, other = weight_on(device, dtype), weight_on(device, dtype)
+    optimizer = OPTIMIZERS[name]([weight, other])
+    for script in (["both"], [None, "both"], ["one", None, "one"], ["both", "one"], ["one", None]):
+        wanted: list[float] = [0.0, 0.0]
+        scaled_backward(handle, (weight.float() + 2 * other.float()).sum(), optimizer)
+        wanted = [1.0, 2.0]
+        both, one = (weight.float() * 3 + other.float()).sum(), (weight.float() * 2).sum()
+        loss = both if "both" in script else one
+        with handle.scale_loss(loss, optimizer) as scaled:
+            for action in script:
+                if action is None:
+                    CLEAR[clear](optimizer, weight)
+                    if weight.grad is None or not weight.grad.any():
+                        wanted[0] = 0.0
+                    if other.grad is None or not other.grad.any():
+                        wanted[1] = 0.0
+                elif action == "both" or loss is one:
+                    scaled.backward(retain_graph=True)
+                    wanted = (
+                        [wanted[0] + 3, wanted[1] + 1]
+                        if loss is both
+                        else [wanted[0] + 2, wanted[1]]
+                    )
+        for param, factor in zip((weight, other), wanted, strict=True):
+            found = torch.zeros_like(param) if param.grad is None else param.grad
+            assert (found == factor).all(), script
+        optimizer.zero_grad()

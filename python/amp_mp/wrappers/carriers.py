@@ -3,6 +3,7 @@
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.shards import local_of
+from amp_mp.torch_private import at_end_of_backward
 from amp_mp.wrappers import ledger
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
@@ -372,8 +374,44 @@ class Block:
         self.carriers = carriers
         self.scale = scale
         self.delays = delays
+        # What `begin` has found of each carrier, at each call; no call while no loss has gone
+        # backward: until then a script may clear what there is.
+        self._found: list[list[list[Found]]] = []
+        self._is_apart = False  # whether the last backward has left true gradients beside its own
         # For each block inside of this one: what that has interrupted.
         self._interrupted: list[tuple[Gradients, list[dict[Tensor, Earlier]]]] = []
+
+    def prepare(self, _: Any = None) -> None:
+        """Makes room for a loss that is about to go backward; once the block is over, for none."""
+        if self._found and not self._is_apart:
+            return
+        self._is_apart = False
+        with torch.no_grad():
+            for each in self.carriers:
+                each.drop_cleared()
+            self._found.append(self.begin([each.pairs() for each in self.carriers]))
+
+    def before_backward(self, _: Tensor) -> None:
+        """A hook of the loss."""
+        self.prepare()
+        # Behind what backward itself leaves to its end: there FSDP2 sums the shards' gradients.
+        at_end_of_backward(partial(at_end_of_backward, self._after_backward))
+
+    def _after_backward(self) -> None:
+        """Shows a script all gradients, to clear: what stays aside goes with the new ones."""
+        for each in self.carriers:
+            self._is_apart = self._is_apart or bool(each.earlier)
+        if self._is_apart:
+            _C.note_gradients(_params(self.carriers), self.scale)
+            for each in self.carriers:
+                each.put_back()
+
+    def restore(self) -> None:
+        """Gives parameters the gradients that they had before the losses."""
+        for found in reversed(self._found):
+            # The first carrier has found what parameters had.
+            for each, own in reversed([*zip(self.carriers, found, strict=True)]):
+                each.restore(own)
 
     def begin(self, own: list[Pairs]) -> list[list[Found]]:
         """Sets true gradients aside, and gives those of delayed losses this scale.
@@ -398,6 +436,7 @@ class Block:
 
         Returns it, by the parameters which both have in common.
         """
+        self.prepare()
         own = self._common(params)
         grads = {param: param.grad for pairs in own for param, _ in pairs}
         for param, grad in grads.items():
@@ -433,9 +472,12 @@ class Block:
 
 @contextmanager
 def scaled_backward(
-    carriers: Sequence[Carrier], scale: float, delays: bool = False
-) -> Iterator[None]:
+    carriers: Sequence[Carrier], scale: float, delays: bool = False, loss: Tensor | None = None
+) -> Iterator[Block]:
     """A block for a backward pass at this scale, and for `collect` unless it is delayed.
+
+    loss: what goes backward, if a script runs in the block, which may clear gradients before and
+    after; call the block's `prepare` at its end.
 
     True gradients of earlier losses are set aside, and `collect` adds them. Gradients of delayed
     losses stay where they are, and follow where this loss has another scale. What a block around
@@ -443,17 +485,17 @@ def scaled_backward(
     """
     block = Block(carriers, scale, delays)
     outer = interrupt_blocks(carriers) if Block.under_way else []
+    hook = None
     try:
-        for each in carriers:
-            each.drop_cleared()
-        found = block.begin([each.pairs() for each in carriers])
+        if loss is None or not loss.requires_grad:
+            block.prepare()
+        else:
+            hook = loss.register_hook(block.before_backward)
         try:
             Block.under_way[id(block)] = block
-            yield
+            yield block
         except BaseException:
-            # The first has found what parameters had.
-            for each, own in reversed([*zip(carriers, found, strict=True)]):
-                each.restore(own)
+            block.restore()
             raise
         finally:
             Block.under_way.pop(id(block), None)
@@ -463,6 +505,8 @@ def scaled_backward(
             each.put_back()
     finally:
         Block.under_way.pop(id(block), None)  # an interrupt may have come before the other line
+        if hook is not None:
+            hook.remove()
         for interrupted in outer:
             interrupted.go_on()
 

@@ -143,10 +143,11 @@ class ScaledLosses:
             iteration = self._begin() if checks and not delays else None
             scale, found = policy.scale, (False, 0.0)
             with ExitStack() as stack:
-                stack.enter_context(scaled_backward(carriers, scale, delays))
+                block = stack.enter_context(scaled_backward(carriers, scale, delays, loss))
                 if checks:
                     stack.enter_context(_warning_if_unscaled(loss))
                 yield loss.float() * scale if checks else loss
+                block.prepare()
                 if iteration is not None:
                     groups = model_groups(carriers)
                     found = gradients.overflow_in(totals_of(groups), scale)
