@@ -49,7 +49,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
                 w, m, v = state.get("master", parameter), state["exp_avg"], state["exp_avg_sq"]
                 g = parameter.grad.float() * multiplier
                 m.copy_(m * beta1 + g * (1 - beta1))
-                v.copy_(v * beta2 + g * g * (1 - beta2))
+                v.copy_(v * beta2 + g * (1 - beta2) * g)
                 # torch's float32 root (MKL's) is not correctly rounded for one number in five.
                 deviation = v.double().sqrt().float() * root + group["eps"]
                 w.copy_(w * decay - m / deviation * step_size)

@@ -157,7 +157,7 @@ def adagrad_decoupled(g: Any, w: Any, t: int, h: Any) -> tuple[Any, ...]:
 
 def lamb_l2(g: Any, w: Any, t: int, m: Any, v: Any) -> tuple[Any, ...]:
     g = g + F32(DECAY) * w
-    m, v = F32(BETAS[0]) * m + g, F32(BETAS[1]) * v + F32(1 - BETAS[1]) * (g * g)
+    m, v = F32(BETAS[0]) * m + g, F32(BETAS[1]) * v + (F32(1 - BETAS[1]) * g) * g
     root = np.sqrt(v) * F32(1 / np.sqrt(1 - BETAS[1] ** t)) + F32(EPS)
     update = m * F32(1 / (1 - BETAS[0] ** t)) / root
     ratio = reference.norm(w) / reference.norm(update)

@@ -20,8 +20,10 @@ namespace {
 constexpr int64_t kExceptionBytes = 12;  // an int64 index and a float32 value
 constexpr double kLargestHalf = 65504;
 
-// The sum of a low-precision weight (core/changes.h). The host waits for it.
-uint64_t sum_of(const at::Tensor& weight) {
+// The sum of a low-precision weight (core/changes.h) in the order of `like`'s memory. The host
+// waits for it.
+uint64_t sum_of(const at::Tensor& given, const at::Tensor& like) {
+  const at::Tensor weight = same_layout(given, like) ? given : placed(given, like);
   const at::Tensor sum = at::zeros({1}, weight.options().dtype(at::kLong));
   compare({weight.detach()}, {std::nullopt}, {sum}, {weight.scalar_type()});
   return uint64_t(sum.item<int64_t>());
@@ -80,7 +82,7 @@ bool Weight::is_unwritten(const Param& param) const {
   const bool counts = !is_exchanged_ && !(stored_ && param.is_sharded());
   if (counts && !(param_.still(param.whole) && local_.not_advanced(weight))) return false;
   const at::NoGradGuard no_grad;
-  if (needs_sum()) return has_sum_ ? sum_of(weight) == sum_ : counts;
+  if (needs_sum()) return has_sum_ ? sum_of(weight, master_) == sum_ : counts;
   return (counts && !stored_) || rounds_to(master_, weight);
 }
 
@@ -245,7 +247,7 @@ void Weight::set_stored(const at::Tensor& weight, at::Tensor indices, at::Tensor
 }
 
 void Weight::take_sum(const at::Tensor& weight) {
-  sum_ = sum_of(weight);
+  sum_ = sum_of(weight, master_);
   has_sum_ = true;
 }
 

@@ -206,7 +206,8 @@ class GradScaler(torch.amp.GradScaler):
         grads = []
         for param, info in param_infos(groups):
             grad = gradients.writable_gradient(param, info.label)
-            grad = gradients.dense_part(param, grad)
+            if grad is not None and grad.is_sparse:
+                grad = gradients.values_of_sparse(param)
             if grad is not None and not is_native(grad):
                 return None
             grads.append(grad)

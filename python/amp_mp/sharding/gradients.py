@@ -125,17 +125,19 @@ def gradient_of_each(params: Iterable[Tensor]) -> list[Tensor | None]:
 
     A sparse gradient is coalesced in place and gives its values, a DTensor this process's shard.
     """
+    found = []
     given = list(params)
     sharded = any_dtensor(given)
-    grads = (writable_gradient(param) if sharded else param.grad for param in given)
-    return [dense_part(*each) for each in zip(given, grads, strict=True)]
+    for param in given:
+        grad = writable_gradient(param) if sharded else param.grad
+        found.append(values_of_sparse(param) if grad is not None and grad.is_sparse else grad)
+    return found
 
 
-def dense_part(param: Tensor, grad: Tensor | None) -> Tensor | None:
-    """The memory of a parameter's gradient: of a sparse one, which is coalesced, the values."""
-    if grad is None or not grad.is_sparse:
-        return grad
-    param.grad = grad.coalesce()
+def values_of_sparse(param: Tensor) -> Tensor:
+    """The values of a parameter's sparse gradient, which is coalesced."""
+    assert param.grad is not None
+    param.grad = param.grad.coalesce()
     return param.grad.values()
 
 

@@ -490,7 +490,7 @@ def scaled_backward(
         if loss is None or not loss.requires_grad:
             block.prepare()
         else:
-            hook = loss.register_hook(block.before_backward)
+            hook = loss.register_hook(block.before_backward)  # type: ignore[no-untyped-call]
         try:
             Block.under_way[id(block)] = block
             yield block
