@@ -22,7 +22,11 @@ from torch import Tensor, nn
 
 import amp_mp as amp
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(0),
+    pytest.mark.xdist_group("distributed"),
+]
 
 SHAPE = (6, 40)
 CLIP = 2.0

@@ -341,7 +341,8 @@ class WholeStatistics:
         rows = torch.cat([self._all(found), self._all(weights)], 1)
         both = self._of_tensors.added(rows, self._gather, self._looks(rows))
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
-        own = torch.cat([grads.new_zeros(len(self._tuples), 3), grads])
+        rows_of_tuples = grads.new_zeros(len(self._tuples), 3)
+        own = torch.cat([rows_of_tuples, grads]) if self._tuples else grads
         total = _added(self._of_others.added(own, self._gather, self._looks(rows)))
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
