@@ -435,7 +435,10 @@ def first_masters(params: Sequence[Tensor]) -> list[Tensor]:
     """A float32 master for each parameter, placed as it: the present one, or a new one."""
 
 def adopt_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Says that these, in param_groups, are the parameters' masters from now on."""
+    """Says that these, in param_groups, are the parameters' masters from now on.
+
+    Elements that do not round to the parameters become these.
+    """
 
 def take_over_masters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Copies into the masters what other optimizers have made of the parameters since."""

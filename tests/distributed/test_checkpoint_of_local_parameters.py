@@ -54,6 +54,20 @@ def spoil(model: nn.Module, optimizer: Any = None) -> None:
                 getattr(value, "_local_tensor", value).fill_(2)
 
 
+def saved_and_loaded(
+    path: str, model: nn.Module, optimizer: Any, around: nn.Module | None = None
+) -> tuple[Any, Any]:
+    """What was there before a save, and what a load brings back after other numbers.
+
+    around: the model in its wrapper, for these.
+    """
+    before, given = held(model, optimizer), model if around is None else around
+    amp.checkpoint.save(path, given, optimizer)
+    spoil(model, optimizer)
+    amp.checkpoint.load(path, given, optimizer)
+    return before, held(model, optimizer)
+
+
 def step(optimizer: Any, seed: int) -> None:
     torch.manual_seed(seed)
     for group in optimizer.param_groups:
@@ -129,11 +143,8 @@ def stages(path: str) -> bool:
     model, optimizer = stage(dist.get_rank())
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
-    before = held(model, optimizer)
-    amp.checkpoint.save(path, model, optimizer)
-    spoil(model, optimizer)
-    amp.checkpoint.load(path, model, optimizer)
-    return before == held(model, optimizer)
+    before, after = saved_and_loaded(path, model, optimizer)
+    return before == after
 
 
 def test_stages_of_equal_names_have_their_weights_moments_and_statistics(tmp_path: Path) -> None:
@@ -151,11 +162,7 @@ def replicated_stages(path: str) -> Any:
     torch.manual_seed(dist.get_rank())
     around(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()
-    before = held(model, optimizer)
-    amp.checkpoint.save(path, around, optimizer)
-    spoil(model, optimizer)
-    amp.checkpoint.load(path, around, optimizer)
-    return before, held(model, optimizer)
+    return saved_and_loaded(path, model, optimizer, around)
 
 
 def test_stages_with_replicas(tmp_path: Path) -> None:
@@ -183,11 +190,8 @@ def part_in_ddp(path: str) -> Any:
     changes = amp.Changes(model, LOW)
     step(optimizer, 3)
     names = list(changes.take())
-    before = held(model, optimizer)
-    amp.checkpoint.save(path, model, optimizer)
-    spoil(model, optimizer)
-    amp.checkpoint.load(path, model, optimizer)
-    return names == plain, held(model, optimizer) == before
+    before, after = saved_and_loaded(path, model, optimizer)
+    return names == plain, before == after
 
 
 def test_experts_beside_a_part_in_ddp(tmp_path: Path) -> None:
@@ -356,11 +360,8 @@ def without_expert(path: str) -> bool:
         del model["expert1"]
         optimizer = amp.optim.AdamW(model.parameters())
         optimizer.init_state()
-    before = held(model, optimizer)
-    amp.checkpoint.save(path, model, optimizer)
-    spoil(model, optimizer)
-    amp.checkpoint.load(path, model, optimizer)
-    return held(model, optimizer) == before
+    before, after = saved_and_loaded(path, model, optimizer)
+    return before == after
 
 
 def test_a_process_without_experts(tmp_path: Path) -> None:
@@ -426,11 +427,7 @@ def copies(path: str, way: str) -> tuple[dict[str, bytes], bool]:
     else:
         optimizer = amp.optim.AdamW(model.parameters())
         optimizer.step()
-    before = held(model, optimizer)
-    amp.checkpoint.save(path, around, optimizer)
-    spoil(model, optimizer)
-    amp.checkpoint.load(path, around, optimizer)
-    after = held(model, optimizer)
+    before, after = saved_and_loaded(path, model, optimizer, around)
     same = all(before[name] == after[name] for name in before if "running" not in name)
     fresh: Any = seeded(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 5)
     again = amp.optim.AdamW(fresh.parameters())

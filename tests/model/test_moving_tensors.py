@@ -6,6 +6,7 @@ Each network is one that people train; beside each that is named stands one that
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -115,6 +116,12 @@ def lerp(old: Tensor, new: Tensor, decay: float) -> None:
     old.lerp_(new.to(old.dtype), 1 - decay)
 
 
+def follow(target: nn.Module, model: nn.Module, decay: float) -> None:
+    """The target becomes an average of itself and the model; with decay 0 its copy."""
+    for old, new in zip(target.parameters(), model.parameters(), strict=True):
+        lerp(old, new, decay)
+
+
 def moco(old: Tensor, new: Tensor, decay: float) -> None:
     old.data = old.data * decay + new.data * (1 - decay)
 
@@ -199,12 +206,8 @@ def test_a_copy_made_after_prepare_that_follows_the_model() -> None:
     train(model)
     target = copy.deepcopy(model).requires_grad_(False)
 
-    def follow() -> None:
-        for old, new in zip(target.parameters(), model.parameters(), strict=True):
-            lerp(old, new, 0.99)
-
     with named("Linear.weight", "Linear.bias"):
-        train(model, after=follow)
+        train(model, after=lambda: follow(target, model, 0.99))
 
 
 # What is not named.
@@ -292,21 +295,24 @@ def test_a_model_that_is_given_changes_is_not_named() -> None:
     assert torch.equal(model.weight, sampler.weight)
 
 
+def with_target() -> tuple[nn.Linear, nn.Linear]:
+    """A model, and a frozen copy of it."""
+    model = amp.prepare(nn.Linear(8, 8), BF16)
+    return model, copy.deepcopy(model).requires_grad_(False)
+
+
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("way", ["load_state_dict", "copy_"])
 def test_a_copy_of_the_model_is_not_named(way: str, every: int) -> None:
     """A target network that gets whole weights loses nothing, whenever it gets them."""
-    model = amp.prepare(nn.Linear(8, 8), BF16)
-    target = copy.deepcopy(model).requires_grad_(False)
-    steps = 0
+    model, target, steps = *with_target(), itertools.count(1)
 
     def after() -> None:
-        nonlocal steps
-        steps += 1
-        if steps % every == 0 and way == "copy_":
-            for own, source in zip(target.parameters(), model.parameters(), strict=True):
-                own.copy_(source.detach())
-        elif steps % every == 0:
+        if next(steps) % every:
+            return
+        if way == "copy_":
+            follow(target, model, 0.0)
+        else:
             target.load_state_dict(model.state_dict())
 
     with named():
@@ -315,18 +321,9 @@ def test_a_copy_of_the_model_is_not_named(way: str, every: int) -> None:
 
 
 def test_a_copy_that_becomes_an_average_is_named() -> None:
-    model = amp.prepare(nn.Linear(8, 8), BF16)
-    target = copy.deepcopy(model).requires_grad_(False)
-    steps = 0
-
-    def after() -> None:
-        nonlocal steps
-        steps += 1
-        for own, source in zip(target.parameters(), model.parameters(), strict=True):
-            own.lerp_(source.detach(), 1.0 if steps < 8 else 0.05)
-
+    model, target, steps = *with_target(), itertools.count(1)
     with named("Linear.weight", "Linear.bias"):
-        train(model, 40, after=after)
+        train(model, 40, after=lambda: follow(target, model, 0.0 if next(steps) < 8 else 0.95))
 
 
 def test_loading_is_not_counting() -> None:

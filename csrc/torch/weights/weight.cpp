@@ -1,7 +1,6 @@
 #include "torch/weights/weight.h"
 
 #include <ATen/core/grad_mode.h>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
@@ -148,6 +147,7 @@ void Weight::store(const Param& param, const at::Tensor& given, bool exactly) {
   TORCH_CHECK_TYPE(values.scalar_type() == at::kFloat, "amp_mp: values (", describe(values),
                    ") must be float32");
   stored_.reset();
+  has_sum_ = false;
   const bool in_place = is_stepped_ && fits(weight) && is_beside(master_, weight);
   if (!in_place || !store_in_place(param, values, exactly)) store_anew(param, values);
 }
@@ -243,7 +243,7 @@ void Weight::stamp(const at::Tensor& param, const at::Tensor& local) {
 
 void Weight::set_stored(const at::Tensor& weight, at::Tensor indices, at::Tensor values) {
   stored_ = std::make_unique<Stored>(std::move(indices), std::move(values));
-  take_sum(weight);
+  if (!has_sum_) take_sum(weight);  // of a new master on a GPU
 }
 
 void Weight::take_sum(const at::Tensor& weight) {

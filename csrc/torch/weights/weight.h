@@ -6,25 +6,25 @@
 // bits that rounding cut off, or a float32 tensor. A record, `Weight`, owns the master. It is found
 // by the parameter and ends with it; optimizers, which keep moments, come and go.
 //
-//   who                                     reads by             writes by
-//   prepare, loads of models, checkpoints                        store
-//   a step                                  master_for           the kernels, then stepped
-//   FP16_Optimizer, O2                      the master itself, which is in their param_groups:
-//                                           set_master (wrapped_masters.h)
-//   masters() blocks (loans.h)              float32_of           master_for, then stepped
-//   averages                                beside               the weight alone, then stamp
-//   (swap) reports, float32 state dicts            float32_of copies, pickles state set_state state
-//   dicts of optimizers               put_entry            take_entry, by set_master
+//   who                        reads by       writes by
+//   prepare, loads                            store
+//   a step                     master_for     the kernels, then stepped
+//   FP16_Optimizer, O2         the master     set_master; it is in their param_groups
+//   masters() blocks           float32_of     master_for, then stepped
+//   averages (swap)            beside         the weight alone, then stamp
+//   reports, float32 files     float32_of
+//   copies, pickles            state          set_state
+//   optimizers' state dicts    put_entry      take_entry, by set_master
 //
 // Anybody may write the weight. From then on readers get what was written, and ignore the master.
-// Writes are seen by version counters and, where no counter advances (`.data`, NumPy, shared
-// memory), by a sum of the weight that a store or a step on a CPU leaves here (core/changes.h); a
-// step on a GPU leaves none, and a float32 master needs none, which rounds to another number then.
-//
 // There is one exception: an optimizer that has state for the weight passes `stepping`, and still
 // gets the master. Elements that nobody wrote keep their float32 values; one that was written gets
 // a value that rounds to what was written. An optimizer without state for the weight, a new one or
 // one after state.clear(), begins with the master of an unwritten weight, or with what was written.
+//
+// Writes are seen by version counters and, where no counter advances (`.data`, NumPy, shared
+// memory), by a sum of the weight that a store or a step on a CPU leaves here (core/changes.h). A
+// step on a GPU leaves none. A float32 master needs none: it rounds to another number then.
 //
 // `optimizer.state[weight]` shows the master under its name (rule_table.h, MasterEntry), because
 // torch's distributed state dicts load the entries that they find there. No kernel reads it. A

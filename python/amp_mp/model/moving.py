@@ -86,14 +86,22 @@ class _Watch:
 
         At every step, because the weight that was copied is another after the next one.
         """
+        written = []
         for module, seen in self.seen.items():
             for name, known in seen.items():
                 weight = module._parameters.get(name)
-                if not known.moves or weight is None:
+                if not known.moves or known.named or weight is None:
                     continue
-                if known.stamp is not None and not known.stamp.still(weight):
-                    known.is_copied = known.is_copied is not False and _is_copy(weight)
-                known.stamp = _C.Stamp(weight)
+                if known.stamp is None:
+                    known.stamp = _C.Stamp(weight)
+                elif not known.stamp.still(weight):
+                    written.append((known, weight))
+        if not written or any(is_capturing(device) for device in {w.device for _, w in written}):
+            return
+        copied = _are_copies([weight for _, weight in written])
+        for (known, weight), is_copy in zip(written, copied, strict=True):
+            known.is_copied = known.is_copied is not False and is_copy
+            known.stamp = _C.Stamp(weight)
 
     def _look(self) -> None:
         found = [
@@ -175,16 +183,20 @@ def _watched(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _is_copy(weight: Tensor) -> bool:
-    """Whether a prepared model trains a weight that has the same elements."""
+def _are_copies(weights: list[Tensor]) -> list[bool]:
+    """Of each weight whether a prepared model trains one that has the same elements."""
+    wanted = {(weight.shape, weight.dtype) for weight in weights}
     trained = [
         param
         for model in prepared_models
         for param in model.parameters()
-        if param.requires_grad and (param.shape, param.dtype) == (weight.shape, weight.dtype)
+        if param.requires_grad and (param.shape, param.dtype) in wanted
     ]
-    own, *others = _samples([local_of(each).detach() for each in (weight, *trained)])
-    return any(torch.equal(own, other) for other in others)
+    both = weights + trained
+    samples = _samples([local_of(each).detach() for each in both])
+    keys = [(t.shape, t.dtype, s.numpy().tobytes()) for t, s in zip(both, samples, strict=True)]
+    known = set(keys[len(weights) :])
+    return [key in known for key in keys[: len(weights)]]
 
 
 @torch.no_grad()
