@@ -448,6 +448,32 @@ def test_a_copy_after_steps_has_the_bits(device: str, name: str, storage: str) -
         assert torch.equal(values(low), wanted)
 
 
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", EVERY)
+def test_stages_of_copies_of_a_model_never_prepared(
+    device: str, kind: str, dtype: torch.dtype
+) -> None:
+    """A self-play script copies its model after each stage and goes on with the copy."""
+    full = pair(device)[0]
+    low = copy.deepcopy(full).to(dtype)
+    load = dict(full.named_parameters())
+    with torch.no_grad():
+        for name, param in low.named_parameters():
+            load[name].copy_(param)
+    before = values(full)
+    for _ in range(40):
+        for model in (full, low):
+            optimizer = (CLASSES["SGD"] if model is full else EVERY[kind])(model.parameters())
+            for _ in range(2):
+                step(model, optimizer)
+        earlier, low = low, copy.deepcopy(low)
+        wanted = values(low)
+        step(earlier, CLASSES["SGD"](earlier.parameters()))  # the bits of the copy are its own
+        assert torch.equal(values(low), wanted)
+    moved, wanted = values(low) - before, values(full) - before
+    assert ((moved - wanted).abs() <= 0.02 * wanted.abs()).all()
+
+
 def test_the_other_dtype_after_steps_keeps_the_float32_values(device: str) -> None:
     _, low = pair(device)
     step(low, CLASSES["SGD"](low.parameters()))

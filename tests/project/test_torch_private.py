@@ -22,7 +22,7 @@ PACKAGE = Path(torch_private.__file__).parent
 FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if "native" not in p.parts]
 LISTED = {name for names in torch_private.ATTRIBUTES.values() for name in names}
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
-PYTHONS = {"_asdict", "_make", "_replace", "_getframe"}  # named tuples, sys
+PYTHONS = {"_asdict", "_make", "_replace", "_getframe", "_deepcopy_dispatch"}  # tuples, sys, copy
 ASKING = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
 

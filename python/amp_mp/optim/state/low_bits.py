@@ -4,6 +4,7 @@ What rounding cuts off from a weight is in its record (csrc/torch/weights/weight
 is about a DTensor's shard on this process.
 """
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -158,12 +159,10 @@ class _BeforeLoad:
         module = self._module()
         own = {} if module is None else own_parameters(module)
         found = {n: (p, record) for n, p in own.items() if (record := _C.weight_of(p))}
-        # The copy of a parameter whose master was written is made already.
-        written = set(_C.written_masters(own.values()))
         return _restored, (
             module,
             {
-                n: (p, record.is_prepared, record.state(p), p in written)
+                n: (p, record.is_prepared, record.state(p), _has_written_master(p))
                 for n, (p, record) in found.items()
             },
         )
@@ -183,10 +182,35 @@ def _restored(module: nn.Module, known: dict[str, tuple[Any, ...]]) -> _BeforeLo
         if state is not None:
             if len(state) == 5:  # a pickle of before: with a checksum nobody had stepped it
                 state = (*state, state[3] is None)
-            _C.weight_at(param, module).set_state(param, state)
-            if any(written):
-                _C.round_masters([param], [state[0]])
+            _take_over(param, state, any(written), module)
     return _BeforeLoad(module)
+
+
+def _copied(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """deepcopy's copy of a parameter, with a copy of its master."""
+    twin: nn.Parameter = param.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+    record = _C.weight_of(param)
+    if record is not None and (state := record.state(param)) is not None:
+        _take_over(twin, copy.deepcopy(state, memo), _has_written_master(param))
+    return twin
+
+
+# Where deepcopy looks before it asks the object. Subclasses of Parameter are copied as before.
+copy._deepcopy_dispatch[nn.Parameter] = _copied  # type: ignore[attr-defined]
+
+
+def _has_written_master(param: Tensor) -> bool:
+    """Whether a script has written the master in param_groups, which the weight has not got yet."""
+    return bool(_C.written_masters([param]))
+
+
+def _take_over(
+    param: Tensor, state: tuple[Any, ...], has_written_master: bool, owner: nn.Module | None = None
+) -> None:
+    """Gives a copied parameter the state of the original's record."""
+    _C.weight_at(param, owner).set_state(param, state)
+    if has_written_master:
+        _C.round_masters([param], [state[0]])
 
 
 @torch.no_grad()
