@@ -6,8 +6,10 @@ in every format here, so all gradients are compared bit for bit.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -113,6 +115,107 @@ def test_gradients_from_before_are_added_once(
         if place != "before":
             scaled.backward()
     assert gradients(weights) == [9 if place == "both" else 7, 5, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["ab", "ba", "aba", "bab", "a"])
+@pytest.mark.parametrize("scales", [(2.0**4, 2.0**4), (2.0**9, 2.0), (2.0, 2.0**9)])
+def test_an_outer_loss_goes_backward_inside_of_the_inner_block(
+    start: Start,
+    device: str,
+    make: Make,
+    scales: tuple[float, float],
+    order: str,
+    dtype: torch.dtype,
+) -> None:
+    """As in `with scale_loss(first) as a, scale_loss(second) as b:`; order: of a and b."""
+    weights = weights_on(device, dtype, 3)
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0))
+    optimizer = handle.wrap_optimizer(make(weights), num_loss=3)
+    for scaler, scale in zip(optimizer.loss_scalers, (2.0**3, *scales), strict=True):
+        scaler.scale = scale
+    with optimizer.scale_loss(times(weights, [1, 1, 1])) as before:
+        before.backward()
+    factors = {"a": [2, 3, 0], "b": [5, 0, 7]}
+    first, second = (times(weights, factors[x]) for x in "ab")
+    with optimizer.scale_loss(first) as a, optimizer.scale_loss(second) as b:
+        for each in order:
+            {"a": a, "b": b}[each].backward(retain_graph=True)
+    assert gradients(weights) == [1 + sum(factors[x][i] for x in order) for i in range(3)]
+
+
+def test_the_same_loss_in_the_inner_block_goes_backward_as_either(
+    start: Start, device: str, make: Make
+) -> None:
+    weights = weights_on(device, torch.float32, 2)
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0))
+    optimizer = handle.wrap_optimizer(make(weights), num_loss=3)
+    for scaler, scale in zip(optimizer.loss_scalers, (2.0, 2.0**9, 2.0**4), strict=True):
+        scaler.scale = scale
+    for order in itertools.product("abc", repeat=2):
+        loss = times(weights, [1, 2])
+        with (
+            optimizer.scale_loss(loss) as a,
+            optimizer.scale_loss(loss) as b,
+            optimizer.scale_loss(loss) as c,
+        ):
+            for each in order:
+                {"a": a, "b": b, "c": c}[each].backward(retain_graph=True)
+        assert gradients(weights) == [2, 4], order
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("second", [2.0**4, 2.0**9])
+def test_two_scaled_losses_in_one_backward(
+    start: Start, device: str, make: Make, second: float
+) -> None:
+    """Their gradients arrive as one sum, which only a common scale divides."""
+    weights = weights_on(device, torch.float32, 2)
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0))
+    optimizer = handle.wrap_optimizer(make(weights), num_loss=2)
+    for scaler, scale in zip(optimizer.loss_scalers, (2.0**4, second), strict=True):
+        scaler.scale = scale
+
+    def both() -> None:
+        with (
+            optimizer.scale_loss(times(weights, [1, 2])) as a,
+            optimizer.scale_loss(times(weights, [3, 4])) as b,
+        ):
+            (a + b).backward()
+
+    if second == 2.0**4:
+        both()
+        assert gradients(weights) == [4, 6]
+        return
+    with pytest.raises(RuntimeError, match=r"scales 512 and 16, .* call backward for each"):
+        both()
+    assert gradients(weights) == [None, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_outer_loss_that_fails_to_go_backward_inside_of_the_inner_block(
+    start: Start, device: str, make: Make, dtype: torch.dtype
+) -> None:
+    """What has arrived of it counts, as in torch; the inner loss is its own."""
+    weights = weights_on(device, dtype, 2)
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0))
+    optimizer = handle.wrap_optimizer(make(weights), num_loss=2)
+    for scaler, scale in zip(optimizer.loss_scalers, (2.0**4, 2.0**9), strict=True):
+        scaler.scale = scale
+    fails = weights[0].float() * 1
+
+    def refuse(_: Tensor) -> None:
+        raise StopError
+
+    fails.register_hook(refuse)
+    loss = fails.sum() + times(weights, [0, 3])
+    with optimizer.scale_loss(loss) as a, optimizer.scale_loss(times(weights, [5, 7])) as b:
+        b.backward(retain_graph=True)
+        with pytest.raises(StopError):
+            a.backward()
+        b.backward()
+    first, second = gradients(weights)
+    assert (first, second) in [(10, 14), (10, 17)]
 
 
 @pytest.mark.parametrize("sparse", ["outer", "inner", "both"])
@@ -307,60 +410,76 @@ def test_apexs_blocks_with_masters(device: str, make: Make, delay: bool) -> None
 # At random.
 
 
+@dataclass
+class Loss:
+    """A loss under way, and the gradients that its block has added."""
+
+    factors: list[int]
+    added: list[int] = field(default_factory=lambda: [0] * 3)
+    scaled: Any = None
+
+    def add(self, more: list[int]) -> None:
+        self.added = [a + b for a, b in zip(self.added, more, strict=True)]
+
+    def backward(self) -> None:
+        self.scaled.backward(retain_graph=True)
+        self.add(self.factors)
+
+
 class Twins:
-    """Weights of two optimizers, and float32 ones without a loss scale."""
+    """Weights of two optimizers, and the gradients that they have without a loss scale."""
 
     def __init__(self, device: str, draw: random.Random, owned: tuple[list[int], ...]) -> None:
         self.draw, self.owned, self.delays = draw, owned, False
         self.model = nn.ParameterList(weights_on(device, draw.choice(DTYPES), 1)[0] for _ in "123")
         self.weights = [*self.model]
-        self.plain = weights_on(device, torch.float32, 3)
+        self.wanted = [0] * 3
+        self.under_way: list[Loss] = []
         self.optimizers = [SGD[draw.choice([*SGD])]([self.weights[i] for i in x]) for x in owned]
 
     def block(self, loss: Tensor, optimizers: list[Any], scale: float, depth: int) -> Any:
         """The script's line for a loss."""
         raise NotImplementedError
 
-    def losses(self, places: list[int], factors: list[int]) -> Iterator[Tensor]:
-        """The loss of the weights, and of the plain ones."""
-        for each in (self.weights, self.plain):
-            yield times([each[i] for i in places], factors)
-
     def gradients(self) -> list[float]:
         """Those of the weights; 0 for none."""
         return [x or 0 for x in gradients(self.weights)]
 
-    def wanted(self) -> list[float]:
-        """Those of the plain ones."""
-        return [x or 0 for x in gradients(self.plain)]
+    def train(self) -> None:
+        """A block and what is inside of it."""
+        self.wanted = [a + b for a, b in zip(self.wanted, self.run_block(), strict=True)]
 
-    def run_block(self, depth: int = 1, outer: Sequence[int] = ()) -> None:
-        """A block with losses and blocks inside of it, which may fail; a failure takes it back.
+    def run_block(self, outer: Sequence[int] = ()) -> list[int]:
+        """A block with losses and blocks inside of it; returns the gradients that it adds.
 
-        outer: the optimizers of the block around it.
+        It may fail, which takes back what it and the blocks inside have added to its optimizers'
+        weights. Losses of blocks around it go backward inside of it, too, and stay. outer: the
+        optimizers of the block around it.
         """
         draw = self.draw
         numbers = draw.choice([[0], [1], [0, 1]])
         owned = sorted({i for n in numbers for i in self.owned[n]})
         places = draw.sample(owned, draw.randint(1, len(owned)))
-        scaled_loss, plain_loss = self.losses(places, [draw.randint(1, 3) for _ in places])
-        before = {i: self.plain[i].grad for i in owned}
-        before = {i: grad if grad is None else grad.clone() for i, grad in before.items()}
+        loss = Loss(factors=[draw.randint(1, 3) if i in places else 0 for i in range(3)])
         optimizers = [self.optimizers[n] for n in numbers]
         self.delays = {*numbers} <= {*outer} and draw.random() < 0.3  # the outer one collects it
+        tensor = times([self.weights[i] for i in places], [loss.factors[i] for i in places])
+        self.under_way.append(loss)
+        depth = len(self.under_way)
         try:
-            with self.block(scaled_loss, optimizers, 2.0 ** draw.randint(0, 5), depth) as scaled:
+            with self.block(tensor, optimizers, 2.0 ** draw.randint(0, 5), depth) as loss.scaled:
                 for _ in range(draw.randint(1, 3)):
                     if depth < 3 and draw.random() < 0.5:
-                        self.run_block(depth + 1, numbers)
+                        loss.add(self.run_block(numbers))
                     else:
-                        scaled.backward(retain_graph=True)
-                        plain_loss.backward(retain_graph=True)
+                        draw.choice(self.under_way).backward()
                 if draw.random() < 0.1:
                     raise StopError
         except StopError:
-            for i, grad in before.items():
-                self.plain[i].grad = grad
+            for i in owned:
+                loss.added[i] = 0
+        self.under_way.pop()
+        return loss.added
 
 
 class OfHandle(Twins):
@@ -403,8 +522,8 @@ def test_any_nest_of_blocks_gives_the_gradients_of_plain_training(
     for seed in range(examples(60)):
         twins = OfHandle(device, random.Random(f"nest {seed}"), handle)
         for _ in range(3):
-            twins.run_block()
-            assert twins.gradients() == twins.wanted(), seed
+            twins.train()
+            assert twins.gradients() == twins.wanted, seed
 
 
 @pytest.mark.filterwarnings("ignore:amp_mp. no parameter of this optimizer has a gradient")
@@ -412,5 +531,5 @@ def test_any_nest_of_apexs_blocks_does_too(device: str) -> None:
     for seed in range(examples(60)):
         twins = OfApex(device, random.Random(f"apex {seed}"))
         for _ in range(3):
-            twins.run_block()
-            assert twins.gradients() == twins.wanted(), seed
+            twins.train()
+            assert twins.gradients() == twins.wanted, seed

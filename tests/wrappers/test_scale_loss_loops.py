@@ -22,6 +22,11 @@ def weight_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.linspace(0.5, 1, 64, device=device).reshape(2, 32).to(dtype))
 
 
+def first_gradients(weights: list[nn.Parameter]) -> list[float | None]:
+    """The first element of each gradient."""
+    return [None if w.grad is None else w.grad.flatten()[0].item() for w in weights]
+
+
 def overflows(params: list[nn.Parameter]) -> bool:
     return not all(p.grad.isfinite().all() for p in params if p.grad is not None)
 
@@ -307,11 +312,11 @@ def test_gradients_may_be_cleared_inside_of_a_block(
         with handle.scale_loss(loss, optimizer) as scaled:
             for action in script:
                 if action is None:
-                    CLEAR[clear](optimizer, weight)
-                    if weight.grad is None or not weight.grad.any():
-                        wanted[0] = 0.0
-                    if other.grad is None or not other.grad.any():
-                        wanted[1] = 0.0
+                    # A loop over `.data` is taken to be one over all weights.
+                    for each in (weight, other) if "data" in clear else (weight,):
+                        if each.grad is not None:
+                            CLEAR[clear](optimizer, each)
+                    wanted = [0.0, wanted[1] if "hand" in clear else 0.0]
                 elif action == "both" or loss is one:
                     scaled.backward(retain_graph=True)
                     wanted = (
@@ -323,3 +328,54 @@ def test_gradients_may_be_cleared_inside_of_a_block(
             found = torch.zeros_like(param) if param.grad is None else param.grad
             assert (found == factor).all(), script
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_of_autograd_grad_are_the_losss(
+    start: Start, device: str, name: str, dtype: torch.dtype
+) -> None:
+    """As gradient surgery puts them there; they add to what earlier losses have left."""
+    handle = start(loss_scale=8.0)
+    weights = [weight_on(device, dtype) for _ in "12"]
+    optimizer = OPTIMIZERS[name](weights)
+    for _ in range(3):
+        loss = (1 * weights[0].float() + 2 * weights[1].float()).sum()
+        with handle.scale_loss(loss, optimizer) as scaled:
+            for weight, grad in zip(weights, torch.autograd.grad(scaled, weights), strict=True):
+                weight.grad = grad if weight.grad is None else weight.grad + grad
+    assert [weight.grad.flatten()[0].item() for weight in weights if weight.grad is not None] == [
+        3,
+        6,
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_backward_in_two_parts_is_the_losss(
+    start: Start, device: str, name: str, dtype: torch.dtype
+) -> None:
+    """As GradCache: the loss ends at cached outputs, whose gradients then go on to the weights."""
+    handle = start(loss_scale=8.0)
+    weights = [weight_on(device, dtype) for _ in "12"]
+    optimizer = OPTIMIZERS[name](weights)
+    for _ in range(3):
+        cached = weights[1].float().detach().requires_grad_()
+        with handle.scale_loss((weights[0].float() + 2 * cached).sum(), optimizer) as scaled:
+            scaled.backward()
+            (weights[1].float() * cached.grad).sum().backward()
+    assert [weight.grad.flatten()[0].item() for weight in weights if weight.grad is not None] == [
+        3,
+        6,
+    ]
+
+
+def test_gradients_stay_where_a_loss_of_zeros_is_collected_twice(device: str) -> None:
+    weights = [weight_on(device, torch.float16), weight_on(device)]
+    optimizer = amp.FP16_Optimizer(torch.optim.SGD(weights, lr=0.1), static_loss_scale=8.0)
+    optimizer.backward((3 * weights[0].float()).sum())
+    optimizer.backward((0 * weights[0].float() + 2 * weights[1]).sum())
+    optimizer.update_master_grads()
+    optimizer.backward((weights[0].float() + weights[1]).sum())
+    assert optimizer.inspect_master_grad_data()[0][0][0, 0].item() == 4
+    assert optimizer.inspect_master_grad_data()[0][1][0, 0].item() == 3

@@ -1,11 +1,9 @@
 """Where the true gradients of scaled losses are: three kinds of Carrier."""
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +16,11 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state.replaced import ReplacedCheck
 from amp_mp.sharding import gradients, reduction
 from amp_mp.sharding.shards import local_of
-from amp_mp.torch_private import at_end_of_backward
 from amp_mp.wrappers import ledger
 from amp_mp.wrappers.larc import without_larc
 from amp_mp.wrappers.masters import Masters
 
 Pairs = list[tuple[Tensor, Tensor]]
-Gradients = dict[Tensor, Tensor | None]
 
 
 class Earlier(NamedTuple):
@@ -62,6 +58,7 @@ class Carrier:
         # What is set aside, by the tensor that gets the true gradient.
         self.earlier: dict[Tensor, Earlier] = {}
         self._zeros = set[Tensor]()  # see ledger.present
+        self._shown: dict[Tensor, Tensor] = {}  # by `show_zeros`
 
     def pairs(self) -> Pairs:
         """The model's parameters, each with the tensor that gets its true gradient."""
@@ -81,6 +78,10 @@ class Carrier:
         if not self.earlier and not masters:
             return
         there = ledger.present(self.params(), self._zeros)
+        for param in _C.unwritten_gradients(self._shown):
+            if param.grad is self._shown[param]:
+                param.grad = None
+        self._shown = {}
         self.earlier = {t: each for t, each in self.earlier.items() if each.param in there}
         for param, master in masters:
             if param not in there:
@@ -106,9 +107,8 @@ class Carrier:
             earlier = self.earlier.get(target)
             found.append(Found(param, grad, target, true, earlier))
             if true is not None:
-                # A view is of a bucket, whose memory DistributedDataParallel uses again.
-                own = true if true._base is None else true.clone()
-                own = own if earlier is None else _sum(earlier.true, own)
+                own = kept(true)
+                own = own if earlier is None else added(earlier.true, own)
                 self.earlier[target] = Earlier(param, None if target is param else grad, own)
                 param.grad = target.grad = None
             elif param in scales:
@@ -117,12 +117,23 @@ class Carrier:
 
     def restore(self, found: list[Found]) -> None:
         """Takes back a `set_aside` and what came after it, where a block has failed."""
+        self._shown = {}
         for param, grad, target, true, earlier in found:
             self.earlier.pop(target, None)
             if earlier is not None:
                 self.earlier[target] = earlier
             param.grad = grad
             target.grad = true
+
+    def show_zeros(self) -> None:
+        """Gives parameters that the loss has not reached, and of which something is aside, a 0.
+
+        A script may clear it, and a loss that goes backward in parts adds the rest to it.
+        """
+        for param, _, true in self.earlier.values():
+            if param.grad is None:
+                param.grad = self._shown[param] = torch.zeros_like(true, dtype=param.dtype)
+        self._zeros = ledger.zeros(self.params())
 
     def put_back(self) -> None:
         """Puts back what is still set aside of parameters that the loss has not reached."""
@@ -141,7 +152,7 @@ class Carrier:
         pairs: this carrier's. settled: parameters whose gradients are divided; this adds those
         divided in place. Returns the pairs of which this is the first loss.
         """
-        adds = bool(self.earlier)
+        adds, known = bool(self.earlier), self._zeros & settled
         new = [pair for pair in pairs if pair[0] not in settled]
         own = [param for param, target in new if target is param]
         settled.update(own)
@@ -157,7 +168,7 @@ class Carrier:
         for target in [*self.earlier]:
             self._add_earlier(target)
         # Those of a first loss hide nothing.
-        self._zeros = ledger.zeros(self.params()) if adds else set()
+        self._zeros = ledger.zeros(self.params()) if adds else known
         self.collected = True
         return first
 
@@ -365,174 +376,6 @@ def carrier_for(optimizer: Optimizer) -> Carrier:
     return InFloat32(inner) if isinstance(inner, FusedOptimizer) else Carrier(inner)
 
 
-class Block:
-    """A loss under way: it goes backward at this scale, and is collected unless it is delayed."""
-
-    under_way: ClassVar[dict[int, "Block"]] = {}  # by id, the innermost last
-
-    def __init__(self, carriers: Sequence[Carrier], scale: float, delays: bool) -> None:
-        self.carriers = carriers
-        self.scale = scale
-        self.delays = delays
-        # What `begin` has found of each carrier, at each call; no call while no loss has gone
-        # backward: until then a script may clear what there is.
-        self._found: list[list[list[Found]]] = []
-        self._is_apart = False  # whether the last backward has left true gradients beside its own
-        # For each block inside of this one: what that has interrupted.
-        self._interrupted: list[tuple[Gradients, list[dict[Tensor, Earlier]]]] = []
-
-    def prepare(self, _: Any = None) -> None:
-        """Makes room for a loss that is about to go backward; once the block is over, for none."""
-        if self._found and not self._is_apart:
-            return
-        self._is_apart = False
-        with torch.no_grad():
-            for each in self.carriers:
-                each.drop_cleared()
-            self._found.append(self.begin([each.pairs() for each in self.carriers]))
-
-    def before_backward(self, _: Tensor) -> None:
-        """A hook of the loss."""
-        self.prepare()
-        # Behind what backward itself leaves to its end: there FSDP2 sums the shards' gradients.
-        at_end_of_backward(partial(at_end_of_backward, self._after_backward))
-
-    def _after_backward(self) -> None:
-        """Shows a script all gradients, to clear: what stays aside goes with the new ones."""
-        for each in self.carriers:
-            self._is_apart = self._is_apart or bool(each.earlier)
-        if self._is_apart:
-            _C.note_gradients(_params(self.carriers), self.scale)
-            for each in self.carriers:
-                each.put_back()
-
-    def restore(self) -> None:
-        """Gives parameters the gradients that they had before the losses."""
-        for found in reversed(self._found):
-            # The first carrier has found what parameters had.
-            for each, own in reversed([*zip(self.carriers, found, strict=True)]):
-                each.restore(own)
-
-    def begin(self, own: list[Pairs]) -> list[list[Found]]:
-        """Sets true gradients aside, and gives those of delayed losses this scale.
-
-        own: pairs of each carrier.
-        """
-        scales = _C.gradient_scales([param for pairs in own for param, _ in pairs])
-        found = []
-        for carrier, pairs in zip(self.carriers, own, strict=True):
-            found.append(carrier.set_aside(pairs, scales, self.delays))
-        factors: dict[float, list[Tensor]] = {}
-        for param, before in scales.items():
-            if before is not None:
-                factors.setdefault(self.scale / before, []).append(param)
-        for factor, params in factors.items():
-            gradients.unscale_gradients(params, [], factor)
-            _C.note_gradients(params, self.scale)
-        return found
-
-    def interrupt(self, params: set[Tensor]) -> Gradients:
-        """Puts away what this loss has of these gradients, for a block inside of this one.
-
-        Returns it, by the parameters which both have in common.
-        """
-        self.prepare()
-        own = self._common(params)
-        grads = {param: param.grad for pairs in own for param, _ in pairs}
-        for param, grad in grads.items():
-            grads[param] = grad if grad is None or grad._base is None else grad.clone()
-            param.grad = None
-        each = zip(self.carriers, own, strict=True)
-        earlier = [
-            {target: x for _, target in pairs if (x := carrier.earlier.pop(target, None))}
-            for carrier, pairs in each
-        ]
-        if grads:
-            self._interrupted.append((grads, earlier))
-        return grads
-
-    @torch.no_grad()
-    def go_on(self) -> None:
-        """Takes back the last `interrupt`, and adds what the block inside of this one has left."""
-        grads, earlier = self._interrupted.pop()
-        for carrier, known in zip(self.carriers, earlier, strict=True):
-            for target, each in known.items():
-                left = carrier.earlier.get(target)  # by a delayed loss inside of the other block
-                own = each if left is None else each._replace(true=_sum(each.true, left.true))
-                carrier.earlier[target] = own
-        self.begin(self._common(grads))
-        for param, grad in grads.items():
-            if grad is not None:
-                param.grad = grad if param.grad is None else _sum(grad, param.grad)
-
-    def _common(self, params: Container[Tensor]) -> list[Pairs]:
-        each = (carrier.pairs() for carrier in self.carriers)
-        return [[pair for pair in pairs if pair[0] in params] for pairs in each]
-
-
-@contextmanager
-def scaled_backward(
-    carriers: Sequence[Carrier], scale: float, delays: bool = False, loss: Tensor | None = None
-) -> Iterator[Block]:
-    """A block for a backward pass at this scale, and for `collect` unless it is delayed.
-
-    loss: what goes backward, if a script runs in the block, which may clear gradients before and
-    after; call the block's `prepare` at its end.
-
-    True gradients of earlier losses are set aside, and `collect` adds them. Gradients of delayed
-    losses stay where they are, and follow where this loss has another scale. What a block around
-    this one has of the same parameters is put away meanwhile.
-    """
-    block = Block(carriers, scale, delays)
-    outer = interrupt_blocks(carriers) if Block.under_way else []
-    hook = None
-    try:
-        if loss is None or not loss.requires_grad:
-            block.prepare()
-        else:
-            hook = loss.register_hook(block.before_backward)  # type: ignore[no-untyped-call]
-        try:
-            Block.under_way[id(block)] = block
-            yield block
-        except BaseException:
-            block.restore()
-            raise
-        finally:
-            Block.under_way.pop(id(block), None)
-        if delays:
-            _C.note_gradients(_params(carriers), scale)
-        for each in carriers:
-            each.put_back()
-    finally:
-        Block.under_way.pop(id(block), None)  # an interrupt may have come before the other line
-        if hook is not None:
-            hook.remove()
-        for interrupted in outer:
-            interrupted.go_on()
-
-
-def interrupt_blocks(carriers: Iterable[Carrier]) -> list[Block]:
-    """Puts away what losses under way have of these carriers' gradients; returns their blocks."""
-    interrupted, left = [], set(_params(carriers))
-    # From the innermost on, which has the gradients of parameters that several share.
-    for block in reversed([*Block.under_way.values()]):
-        if common := block.interrupt(left):
-            left.difference_update(common)
-            interrupted.append(block)
-    return interrupted
-
-
-def are_gone(params: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether no parameter has a gradient other than 0, also none that a loss has set aside.
-
-    On no process either of the process_groups of these param_groups.
-    """
-    given = list(params)
-    blocks = [*Block.under_way.values()]
-    busy = any(not set(_params(block.carriers)).isdisjoint(given) for block in blocks)
-    return not reduction.on_any_process(groups, busy or bool(ledger.nonzero(given)))
-
-
 @torch.no_grad()
 def collect(carriers: Sequence[Carrier], scale: float, settled: Iterable[Tensor] = ()) -> Pairs:
     """Divides gradients by the scale; each once, also where optimizers share it.
@@ -552,13 +395,19 @@ def collect(carriers: Sequence[Carrier], scale: float, settled: Iterable[Tensor]
     return first
 
 
-def _sum(a: Tensor, b: Tensor) -> Tensor:
+def kept(grad: Tensor) -> Tensor:
+    """A gradient that a later backward pass leaves as it is."""
+    # A view is of a bucket, whose memory DistributedDataParallel uses again.
+    return grad if grad._base is None else grad.clone()
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
     """A new tensor; torch adds a sparse one to a dense one only. Both may be freed then."""
     _C.used_on_current_stream([local_of(a), local_of(b)])
     return b + a if a.is_sparse and not b.is_sparse else a + b
 
 
-def _params(carriers: Iterable[Carrier]) -> list[Tensor]:
+def params_of(carriers: Iterable[Carrier]) -> list[Tensor]:
     """The model's parameters, each once."""
     return [*dict.fromkeys([param for each in carriers for param, _ in each.pairs()])]
 

@@ -23,8 +23,8 @@ from amp_mp.wrappers.carriers import (
     collect,
     model_groups,
     refuse_release,
-    scaled_backward,
 )
+from amp_mp.wrappers.loss_block import scaled_backward
 from amp_mp.wrappers.masters import FusedMasters, Masters, model_params
 from amp_mp.wrappers.wrapper import LOSS_SCALE, OptimizerAround, shown
 

@@ -28,14 +28,13 @@ from amp_mp.sharding.reduction import on_any_process, totals_of
 from amp_mp.wrappers.carriers import (
     Carrier,
     InMasters,
-    are_gone,
     carrier_for,
     collect,
     model_groups,
     refuse_release,
-    scaled_backward,
 )
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
+from amp_mp.wrappers.loss_block import Block, are_gone, scaled_backward
 from amp_mp.wrappers.masters import model_params
 from amp_mp.wrappers.wrapper import LOSS_SCALE
 
@@ -142,11 +141,15 @@ class ScaledLosses:
         with torch.autocast(self._device_type, enabled=False):
             iteration = self._begin() if checks and not delays else None
             scale, found = policy.scale, (False, 0.0)
+            scaled = loss.float() * scale if checks else loss
+            of_others = loss if "backward" in vars(loss) else None
             with ExitStack() as stack:
-                block = stack.enter_context(scaled_backward(carriers, scale, delays, loss))
+                block = stack.enter_context(
+                    scaled_backward(carriers, scale, delays, scaled, of_others)
+                )
                 if checks:
-                    stack.enter_context(_warning_if_unscaled(loss))
-                yield loss.float() * scale if checks else loss
+                    stack.enter_context(_warning_if_unscaled(loss, block))
+                yield scaled
                 block.prepare()
                 if iteration is not None:
                     groups = model_groups(carriers)
@@ -226,7 +229,7 @@ def _checked(optimizer: Any) -> list[Optimizer]:
 
 
 @contextmanager
-def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
+def _warning_if_unscaled(loss: Tensor, block: Block) -> Iterator[None]:
     """Inside, loss.backward() warns that scaled_loss.backward() is needed, and then runs."""
     true: Callable[..., None] = loss.backward
 
@@ -235,6 +238,7 @@ def _warning_if_unscaled(loss: Tensor) -> Iterator[None]:
             "backward() was called on the unscaled loss inside a scale_loss block, which "
             "will divide its gradients by the scale; call scaled_loss.backward() instead"
         )
+        block.prepare()
         true(*args, **kwargs)
 
     outer = vars(loss).get("backward")  # of a block around this one, for the same loss
