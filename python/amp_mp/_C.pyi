@@ -413,8 +413,8 @@ def compare(
 ) -> None:
     """Notes in each memory which weights are others; without `before` adds all to the sum."""
 
-def note_gradients(params: Iterable[Tensor], scale: float | None = None) -> bool:
-    """Notes the parameters' gradients as they are now; returns whether there are any.
+def note_gradients(params: Iterable[Tensor], scale: float | None = None) -> None:
+    """Notes the parameters' gradients as they are now.
 
     scale: by which they are still to be divided; None for true ones.
     """

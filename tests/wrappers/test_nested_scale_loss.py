@@ -218,6 +218,30 @@ def test_an_outer_loss_that_fails_to_go_backward_inside_of_the_inner_block(
     assert (first, second) in [(10, 14), (10, 17)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("when", ["in the inner block", "after the inner block"])
+def test_gradients_are_cleared_inside_of_nested_blocks(
+    start: Start, device: str, make: Make, when: str, set_to_none: bool, dtype: torch.dtype
+) -> None:
+    handle = start(dtype=torch.float16, loss_scale=Backoff(init_scale=2.0**4))
+    for goes_before in (True, False):
+        weights = weights_on(device, dtype, 2)
+        optimizer = make(weights)
+        scaled_backward(handle, times(weights, [1, 1]), optimizer)
+        with handle.scale_loss(times(weights, [2, 0]), optimizer) as outer:
+            if goes_before:
+                outer.backward(retain_graph=True)
+            with handle.scale_loss(times(weights, [3, 4]), optimizer) as inner:
+                if when == "in the inner block":
+                    optimizer.zero_grad(set_to_none=set_to_none)
+                inner.backward()
+            if when == "after the inner block":
+                optimizer.zero_grad(set_to_none=set_to_none)
+            outer.backward()
+        assert gradients(weights) == ([5, 4] if when == "in the inner block" else [2, 0])
+
+
 @pytest.mark.parametrize("sparse", ["outer", "inner", "both"])
 @pytest.mark.parametrize("place", PLACES)
 def test_sparse_gradients_of_an_embedding(sparse: str, place: str) -> None:
@@ -417,6 +441,8 @@ class Loss:
     factors: list[int]
     added: list[int] = field(default_factory=lambda: [0] * 3)
     scaled: Any = None
+    has_begun: bool = False  # see Twins.begin
+    was_cleared: bool = False  # inside of its block
 
     def add(self, more: list[int]) -> None:
         self.added = [a + b for a, b in zip(self.added, more, strict=True)]
@@ -449,6 +475,16 @@ class Twins:
         """A block and what is inside of it."""
         self.wanted = [a + b for a, b in zip(self.wanted, self.run_block(), strict=True)]
 
+    def clear(self, number: int) -> None:
+        """One optimizer's gradients, before blocks inside of one another have any."""
+        self.optimizers[number].zero_grad(self.draw.random() < 0.5)
+        for each in self.under_way:
+            each.was_cleared = True
+        for i in self.owned[number]:
+            self.wanted[i] = 0
+            for each in self.under_way:
+                each.added[i] = 0
+
     def run_block(self, outer: Sequence[int] = ()) -> list[int]:
         """A block with losses and blocks inside of it; returns the gradients that it adds.
 
@@ -471,15 +507,25 @@ class Twins:
                 for _ in range(draw.randint(1, 3)):
                     if depth < 3 and draw.random() < 0.5:
                         loss.add(self.run_block(numbers))
+                    elif draw.random() < 0.3 and sum(x.has_begun for x in self.under_way) < 2:
+                        self.clear(draw.randrange(2))
                     else:
-                        draw.choice(self.under_way).backward()
-                if draw.random() < 0.1:
+                        which = draw.randrange(depth)
+                        self.under_way[which].backward()
+                        self.begin(which + 1)
+                if draw.random() < 0.1 and not loss.was_cleared:
                     raise StopError
         except StopError:
             for i in owned:
                 loss.added[i] = 0
         self.under_way.pop()
+        self.begin(depth - 1)
         return loss.added
+
+    def begin(self, depth: int) -> None:
+        """A loss goes backward or its block ends: those around have put away what they have."""
+        for each in self.under_way[:depth]:
+            each.has_begun = True
 
 
 class OfHandle(Twins):

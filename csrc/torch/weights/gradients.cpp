@@ -35,16 +35,13 @@ const GradientNote* note_of_gradient(const at::Tensor& grad) {
 
 }  // namespace
 
-bool note_gradients(const py::iterable& params, std::optional<double> scale) {
+void note_gradients(const py::iterable& params, std::optional<double> scale) {
   std::erase_if(gradient_notes, [](const auto& each) { return each.second.gradient.expired(); });
-  bool any = false;
   for_each_gradient(params, [&](py::handle, const at::Tensor& grad) {
     gradient_notes.insert_or_assign(
         grad.unsafeGetTensorImpl(),
         GradientNote{WeakTensor(grad.getIntrusivePtr()), Stamp(grad), scale});
-    any = true;
   });
-  return any;
 }
 
 py::dict gradient_scales(const py::iterable& params) {

@@ -13,8 +13,8 @@ namespace py = pybind11;
 namespace amp_mp {
 
 // Notes the parameters' gradients as they are now. scale: by which they are still to be divided;
-// none for true gradients. Returns whether there are any.
-bool note_gradients(const py::iterable& params, std::optional<double> scale);
+// none for true gradients.
+void note_gradients(const py::iterable& params, std::optional<double> scale);
 // The scale of each parameter whose gradient is noted, also if a script has written it since.
 py::dict gradient_scales(const py::iterable& params);
 // The parameters whose gradients are noted, and were not written since.

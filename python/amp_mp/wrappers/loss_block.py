@@ -30,8 +30,9 @@ class Block:
         # backward: until then a script may clear what there is.
         self._found: list[list[list[Found]]] = []
         self._is_apart = False  # whether the last backward has left true gradients beside its own
-        # For each block inside of this one: what that has interrupted.
-        self._interrupted: list[tuple[Gradients, list[dict[Tensor, Earlier]]]] = []
+        # What this block has put away for each that has interrupted it.
+        self._interrupted: dict[Block, tuple[Gradients, list[dict[Tensor, Earlier]]]] = {}
+        self.outside: list[Block] = []  # the blocks around this one that it has interrupted
         # Of the last backward pass of this loss: its number, and the blocks inside of this one that
         # it has interrupted.
         self._backward = -1
@@ -44,6 +45,9 @@ class Block:
             self._waits_for._let_others_go_on()
         if self._found and not self._is_apart:
             return
+        if not self._found and len(Block.under_way) > 1:
+            blocks = [*Block.under_way.values()]
+            self.outside = self._interrupt(blocks[: blocks.index(self)])
         self._is_apart = False
         with torch.no_grad():
             for each in self.carriers:
@@ -66,13 +70,25 @@ class Block:
                 )
             if others or number == self._backward:
                 return
-            inside = interrupt_blocks(self.carriers, self)
+            blocks = [*Block.under_way.values()]
+            begun = [each for each in blocks[blocks.index(self) + 1 :] if each._found]
+            inside = self._interrupt(begun)
             for block in inside:
                 block._waits_for = self
         self._backward, self._inside = number, inside
         self.prepare()
         # Behind what backward itself leaves to its end: there FSDP2 sums the shards' gradients.
         at_end_of_backward(partial(at_end_of_backward, self._after_backward))
+
+    def _interrupt(self, blocks: Sequence["Block"]) -> list["Block"]:
+        """Puts away what they have of this loss's gradients; returns those that had some."""
+        interrupted, left = [], set(params_of(self.carriers))
+        # From the innermost on, which has the gradients of parameters that several share.
+        for block in reversed(blocks):
+            if common := block.interrupt(self, left):
+                left.difference_update(common)
+                interrupted.append(block)
+        return interrupted
 
     def _also_in(self, backward: int) -> list["Block"]:
         """The other losses of the same parameters that go backward in this pass."""
@@ -86,26 +102,31 @@ class Block:
         inside, self._inside = self._inside, []
         for block in inside:
             block._waits_for = None
-            for grads, _ in self._interrupted:
+            for grads, _ in self._interrupted.values():
                 for param in grads.keys() & params_of(block.carriers):
                     if (new := param.grad) is not None:
                         before, param.grad = grads[param], None
                         grads[param] = kept(new) if before is None else added(before, new)
         for block in inside:
-            block.go_on()
+            block.go_on(self)
 
     def _after_backward(self) -> None:
-        """Lets a script clear gradients: what is aside of a parameter goes with its gradient."""
         if self._inside:
             self._let_others_go_on()
+        is_apart = any(each.earlier for each in self.carriers)
+        # After torch.autograd.grad a script puts gradients where it finds none.
+        if is_apart and any(param.grad is not None for param in params_of(self.carriers)):
+            self.show()
+
+    def show(self) -> None:
+        """Lets a script clear gradients: what is aside of a parameter goes with its gradient."""
         if self._interrupted:
             return  # the gradients that a script sees are another block's
         known = [each for each in self.carriers if each.earlier]
-        # After torch.autograd.grad a script puts gradients where it finds none.
-        if known and any(param.grad is not None for param in params_of(self.carriers)):
+        for each in known:
+            each.show_zeros()
+        if known:
             self._is_apart = True
-            for each in known:
-                each.show_zeros()
             _C.note_gradients(params_of(self.carriers), self.scale)
 
     def restore(self) -> None:
@@ -133,13 +154,15 @@ class Block:
             _C.note_gradients(params, self.scale)
         return found
 
-    def interrupt(self, params: set[Tensor]) -> Gradients:
-        """Puts away what this loss has of these gradients, for a block inside of this one.
+    def interrupt(self, by: "Block", params: set[Tensor]) -> Gradients:
+        """Puts away what this loss has of these gradients, while another one goes backward.
 
         Returns it, by the parameters which both have in common.
         """
-        self.prepare()
         own = self._common(params)
+        if not any(own):
+            return {}
+        self.prepare()
         grads = {param: param.grad for pairs in own for param, _ in pairs}
         for param, grad in grads.items():
             grads[param] = None if grad is None else kept(grad)
@@ -149,14 +172,13 @@ class Block:
             {target: x for _, target in pairs if (x := carrier.earlier.pop(target, None))}
             for carrier, pairs in each
         ]
-        if grads:
-            self._interrupted.append((grads, earlier))
+        self._interrupted[by] = grads, earlier
         return grads
 
     @torch.no_grad()
-    def go_on(self) -> None:
-        """Takes back the last `interrupt`, and adds what the block inside of this one has left."""
-        grads, earlier = self._interrupted.pop()
+    def go_on(self, after: "Block") -> None:
+        """Takes back an `interrupt`, and adds what that block has left."""
+        grads, earlier = self._interrupted.pop(after)
         for carrier, known in zip(self.carriers, earlier, strict=True):
             for target, each in known.items():
                 left = carrier.earlier.get(target)  # by a delayed loss inside of the other block
@@ -191,18 +213,17 @@ def scaled_backward(
     this one has of the same parameters is put away meanwhile.
     """
     block = Block(carriers, scale, delays)
-    outer = interrupt_blocks(carriers) if Block.under_way else []
     hooks: list[Any] = []
     try:
-        if scaled is None or not scaled.requires_grad:
-            block.prepare()
-        else:
+        if scaled is not None and scaled.requires_grad:
             hooks.append(scaled.register_hook(block.before_backward))  # type: ignore[no-untyped-call]
             if of_others is not None:
                 before: Any = partial(block.before_backward, is_own=False)
                 hooks.append(of_others.register_hook(before))  # type: ignore[no-untyped-call]
         try:
             Block.under_way[id(block)] = block
+            if not hooks:
+                block.prepare()
             yield block
         except BaseException:
             block.restore()
@@ -217,24 +238,10 @@ def scaled_backward(
         Block.under_way.pop(id(block), None)  # an interrupt may have come before the other line
         for hook in hooks:
             hook.remove()
-        for interrupted in outer:
-            interrupted.go_on()
-
-
-def interrupt_blocks(carriers: Iterable[Carrier], around: Block | None = None) -> list[Block]:
-    """Puts away what losses under way have of these carriers' gradients; returns their blocks.
-
-    around: the blocks inside of this one alone.
-    """
-    interrupted, left = [], set(params_of(carriers))
-    # From the innermost on, which has the gradients of parameters that several share.
-    for block in reversed([*Block.under_way.values()]):
-        if block is around:
-            break
-        if common := block.interrupt(left):
-            left.difference_update(common)
-            interrupted.append(block)
-    return interrupted
+        for interrupted in block.outside:
+            interrupted.go_on(block)
+        for interrupted in block.outside:
+            interrupted.show()
 
 
 def are_gone(params: Iterable[Tensor], groups: Sequence[dict[str, Any]]) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_mp import _C
 from amp_mp.casting.step_hooks import steps_taken
 from amp_mp.messages import warn
 from amp_mp.optim.base import FusedOptimizer, stepper_of
@@ -276,7 +275,7 @@ class OptimWrapper:
         each = range(num_loss)
         self.losses = [ScaledLosses(copy.deepcopy(policy), device_type, skips) for _ in each]
         self._next = 0
-        self._noted = False  # whether the last loss has left gradients
+        self._left = False  # whether the last loss has left gradients
 
     @property
     def loss_scalers(self) -> list[ScalePolicy]:
@@ -287,7 +286,7 @@ class OptimWrapper:
         """As AmpHandle.scale_loss; RuntimeError for more than num_loss losses between two steps."""
         # Or the last losses were given up without a step.
         groups = self.optimizer.param_groups
-        known = self._next > 0 and on_any_process(groups, self._noted)
+        known = self._next > 0 and on_any_process(groups, self._left)
         if known and are_gone(all_parameters([self.optimizer]), groups):
             self._next = 0
             for losses in self.losses:
@@ -304,7 +303,8 @@ class OptimWrapper:
     def _block(self, loss: Tensor, losses: ScaledLosses) -> Iterator[Tensor]:
         with losses.block(loss, self.optimizer) as scaled:
             yield scaled
-        self._noted = _C.note_gradients(all_parameters([self.optimizer]))
+        params = all_parameters([self.optimizer])
+        self._left = any(param.grad is not None for param in params)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, which changes nothing if a loss has overflowed; without closure."""
