@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ import amp_mp as amp
 from amp_mp.scaling import Backoff
 
 pytestmark = pytest.mark.filterwarnings("ignore:amp_mp. gradients have been")
+
+
+Block = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 
 def weight_on(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -330,44 +334,33 @@ def test_gradients_may_be_cleared_inside_of_a_block(
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_of_autograd_grad_are_the_losss(
-    start: Start, device: str, name: str, dtype: torch.dtype
-) -> None:
-    """As gradient surgery puts them there; they add to what earlier losses have left."""
-    handle = start(loss_scale=8.0)
-    weights = [weight_on(device, dtype) for _ in "12"]
-    optimizer = OPTIMIZERS[name](weights)
-    for _ in range(3):
-        loss = (1 * weights[0].float() + 2 * weights[1].float()).sum()
-        with handle.scale_loss(loss, optimizer) as scaled:
-            for weight, grad in zip(weights, torch.autograd.grad(scaled, weights), strict=True):
-                weight.grad = grad if weight.grad is None else weight.grad + grad
-    assert [weight.grad.flatten()[0].item() for weight in weights if weight.grad is not None] == [
-        3,
-        6,
-    ]
+def as_gradient_surgery(block: Block, weights: list[nn.Parameter]) -> None:
+    """Puts gradients of torch.autograd.grad where it finds none."""
+    with block((1 * weights[0].float() + 2 * weights[1].float()).sum()) as scaled:
+        for weight, grad in zip(weights, torch.autograd.grad(scaled, weights), strict=True):
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
+def as_grad_cache(block: Block, weights: list[nn.Parameter]) -> None:
+    """The loss ends at a cached output, whose gradient then goes on to a weight."""
+    cached = weights[1].float().detach().requires_grad_()
+    with block((weights[0].float() + 2 * cached).sum()) as scaled:
+        scaled.backward()
+        (weights[1].float() * cached.grad).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_backward_in_two_parts_is_the_losss(
-    start: Start, device: str, name: str, dtype: torch.dtype
+@pytest.mark.parametrize("loss", [as_gradient_surgery, as_grad_cache])
+def test_gradients_in_parts_add_to_those_of_earlier_losses(
+    start: Start, device: str, loss: Callable[..., None], name: str, dtype: torch.dtype
 ) -> None:
-    """As GradCache: the loss ends at cached outputs, whose gradients then go on to the weights."""
     handle = start(loss_scale=8.0)
     weights = [weight_on(device, dtype) for _ in "12"]
     optimizer = OPTIMIZERS[name](weights)
     for _ in range(3):
-        cached = weights[1].float().detach().requires_grad_()
-        with handle.scale_loss((weights[0].float() + 2 * cached).sum(), optimizer) as scaled:
-            scaled.backward()
-            (weights[1].float() * cached.grad).sum().backward()
-    assert [weight.grad.flatten()[0].item() for weight in weights if weight.grad is not None] == [
-        3,
-        6,
-    ]
+        loss(lambda given: handle.scale_loss(given, optimizer), weights)
+    assert first_gradients(weights) == [3, 6]
 
 
 def test_gradients_stay_where_a_loss_of_zeros_is_collected_twice(device: str) -> None:
