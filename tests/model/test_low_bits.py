@@ -170,6 +170,42 @@ def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, sto
     assert_as_float32(full, low, before)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("way", ["state.clear()", "an empty state is loaded"])
+def test_a_written_weight_whose_state_is_taken_away_is_what_was_written(
+    device: str, way: str, storage: str
+) -> None:
+    _, low = pair(device)
+    optimizer = CLASSES["AdamW"](low.parameters(), **STORAGES[storage])
+    for _ in range(3):
+        step(low, optimizer)
+    with torch.no_grad():
+        for param in low.parameters():
+            param.mul_(0.5)
+    if way == "state.clear()":
+        optimizer.state.clear()
+    else:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    for name, value in amp.float32_state_dict(low, optimizer).items():
+        assert torch.equal(value, low.get_parameter(name).float()), name
+
+
+@pytest.mark.parametrize("second", ["AdamW", "FP16_Optimizer of torch", "FP16_Optimizer of amp"])
+@pytest.mark.parametrize("first", ["FP16_Optimizer of torch", "FP16_Optimizer of amp"])
+def test_masters_of_a_wrapper_after_another_optimizers_steps(
+    device: str, first: str, second: str
+) -> None:
+    _, low = pair(device)
+    optimizer = EVERY[first](low.parameters())
+    step(low, optimizer)
+    step(low, EVERY[second](low.parameters()))
+    before = values(low)
+    with optimizer.masters() as masters:
+        for master in masters:
+            master.mul_(0.5)
+    assert torch.equal(values(low), 0.5 * before)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_another_layout_leaves_the_bits_of_written_weights(
