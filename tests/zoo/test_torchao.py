@@ -98,7 +98,8 @@ def test_losses_and_masters_are_those_of_torchs_adamw(dtype: torch.dtype) -> Non
     for (name, value), master in zip(found.items(), masters, strict=True):
         assert torch.allclose(value, master, rtol=1e-5, atol=1e-6), name
     assert losses[-1] < losses[0] / 4
-    # float8 rounds a last bit up to 1/16: torch's losses move by 1.5 % where lr is off by 1e-7.
+    # float8 makes a last bit up to 1/16: torch's later losses move by 1.5 % if lr is off by 1e-7.
+    assert losses[:20] == pytest.approx(wanted[:20], rel=1e-4 if dtype == torch.float32 else 0.05)
     assert losses == pytest.approx(wanted, rel=0.05)
 
 
