@@ -14,7 +14,7 @@ void bind_larc(py::module_& m);
 void bind_main_grad(py::module_& m);
 void bind_nested_backward(py::module_& m);
 void bind_step(py::module_& m);     // statistics, loss scales, reports
-void bind_stepper(py::module_& m);  // the whole step
+void bind_steps(py::module_& m);  // the whole step
 void bind_state(py::module_& m);
 void bind_rule_table(py::module_& m);
 void bind_weights(py::module_& m);

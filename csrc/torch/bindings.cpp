@@ -9,7 +9,7 @@
 #include "torch/ops.h"
 #include "torch/products/products.h"
 #include "torch/python/unpack.h"
-#include "torch/step/stepper.h"
+#include "torch/step/steps.h"
 
 namespace amp_mp {
 namespace {
@@ -46,7 +46,7 @@ PYBIND11_MODULE(_C, m) {
 
   bind_step(m);
   muon::bind(m);
-  bind_stepper(m);
+  bind_steps(m);
   bind_state(m);
   bind_edit_block(m);
   bind_gradients(m);

@@ -27,6 +27,7 @@ def bind_python(
     why_foreign: Callable[[Any], str],
     local_gradient: Callable[[Any, str], Tensor | None],
     refuse_param: Callable[[Tensor, str], None],
+    warn_of_graph: Callable[[], None],
     refuse_lost: Callable[[Tensor], None],
 ) -> None:
     """The functions that native code calls, once: csrc/torch/python/functions.h."""
@@ -151,44 +152,61 @@ def wrong_clock(value: Any, name: str) -> str:
 class SavedEntries:
     """All entries that the states of an optimizer may have, which may use these rules."""
 
-    def __init__(self, rules: Iterable[Any]) -> None: ...
+    def __init__(self, rules: Rules) -> None: ...
     def in_bytes(self) -> set[str]:
         """The entries of 16-bit integers, which state dicts show as bytes."""
 
 def wrong_state(
     entries: SavedEntries,
-    rules: Iterable[Any],
+    rule: Rule,
     states: list[dict[str, Any] | None],
     params: list[Tensor],
 ) -> tuple[int, tuple[str, str]] | None:
     """The first of these parameters whose saved state cannot be loaded, by its place.
 
-    With the entry and what is wrong with it. rules: those that their param_group may have.
+    With the entry and what is wrong with it. rule: their param_group's.
     """
 
 # What csrc/torch/state/rule_table.h knows of rules (optim/rule.py, Rule).
 
-def kinds_of(rules: Iterable[Any]) -> dict[str, str]:
+class Rule:
+    """What a rule declares (core/rules), with the entries of its states; optim/rule.py has it."""
+
+    def __init__(
+        self, operator: str, *, row_state: str | None = None, options: Sequence[str] = []
+    ) -> None:
+        """ValueError for a name that no operator has. row_state: a state of kind "row" besides.
+
+        options: entries of a param_group that a step's tensors depend on, besides formats.
+        """
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """`kinds_of` it alone."""
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether a step depends on norms of whole tensors."""
+    @property
+    def number_keys(self) -> set[str]:
+        """The entries of a param_group that it reads where the optimizer has them."""
+    @property
+    def own_number(self) -> tuple[str, float] | None:
+        """The one number that it keeps for every parameter, and what it is at first."""
+
+Rules = Sequence[Rule]
+
+def kinds_of(rules: Rules) -> dict[str, str]:
     """By name, what each state that any of the rules has may be stored as.
 
     "moment" is an average of gradients, "square" an average or sum of squares, "exact" is float32
     always, "row" is float32, one number for each row of the parameter's matrices.
     """
 
-def is_layerwise(rule: Any) -> bool:
-    """Whether a step of the rule depends on norms of whole tensors."""
-
-def number_keys(rule: Any) -> set[str]:
-    """The entries of a param_group that the rule reads where the optimizer has them."""
-
 def allowed_numbers() -> dict[str, str]:
     """What the entries of param_groups may be that rules read, by name; "betas[0]" of a pair.
 
     A "flag", or a number: "any", "not negative", "[0, 1)" or "[0, 1]".
     """
-
-def own_number(rule: Any) -> tuple[str, float] | None:
-    """The one number that the rule keeps for every parameter, and what it is at first."""
 
 def clock_entries() -> set[str]:
     """The entries of the numbers that a parameter's clock consists of (core/rules/base.h)."""
@@ -294,7 +312,7 @@ def encode(
 def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
     """float32, in the shape and layout of data, which is dense."""
 
-def decoded_states(rule: Any, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+def decoded_states(rule: Rule, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
     """What a parameter's state holds of a rule's states, by name: float32, placed as param."""
 
 class Stamp:
@@ -490,7 +508,7 @@ class EditBlock:
 
     def __init__(
         self,
-        rules: list[Any],
+        rules: Rules,
         groups: Groups,
         states: States,
         params: list[tuple[str, Any]],
@@ -510,15 +528,32 @@ class EditBlock:
     def store(self) -> None:
         """Stores what was written."""
 
-class Bucket:
-    """One parameter with its slots, for a step of its own; a step's buckets have several."""
+class GroupInfo:
+    """What a step has to know of param_groups besides what they hold: csrc/torch/step/bucket.h."""
 
     def __init__(
         self,
-        rules: list[Any],
+        own_keys: Collection[str],
+        matrices: dict[int, tuple[tuple[int, int], dict[str, float]]],
+    ) -> None:
+        """own_keys: a set of the groups' entries that are the optimizer's; others are not read.
+
+        matrices: of each parameter whose update is a whole matrix, by its number among all: the
+        shape of its matrices, and the numbers that Hyper has for such, by name.
+        """
+
+class Bucket:
+    """The parameters with state of one device and rule, with their slots.
+
+    Made here, it has one parameter, for a step of its own.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
         groups: Groups,
         states: States,
-        own_keys: Collection[str],
+        info: GroupInfo,
         param: Tensor,
         group: int,
         tensor_index: int,
@@ -526,13 +561,18 @@ class Bucket:
     ) -> None:
         """Makes the missing state; TypeError, ValueError as a step. group: the param_group's index.
 
-        own_keys: the entries of param_groups that are the optimizer's; others are not read.
         tensor_index: the parameter's among all. label: for messages.
         """
 
     @property
-    def params(self) -> list[Tensor]: ...
-    def is_of(self, rules: list[Any], groups: Groups, states: States) -> bool:
+    def rule(self) -> Any:
+        """The optim.rule.Rule of its parameters."""
+    @property
+    def members(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Its parameters in the order of the slots, each with its param_group."""
+
+    make_updates: Callable[[Tensor], Tensor] | None  # optim/rule.py, MakeUpdates
+    def is_of(self, rules: Rules, groups: Groups, states: States) -> bool:
         """Whether state and groups hold what the bucket was made of."""
 
     def find_gradients(self) -> None:
@@ -559,7 +599,7 @@ class Measured:
 Skipped = tuple[int, int, float, float, bool]
 
 class StepInputs:
-    """What a loss scaler passes to a step: csrc/torch/step/stepper.h."""
+    """What a loss scaler passes to a step: csrc/torch/step/steps.h."""
 
     def __init__(
         self,
@@ -567,32 +607,24 @@ class StepInputs:
         found_inf: Tensor | float | None = None,
         *,
         measure: bool = False,
-        from_stock: bool = False,
     ) -> None: ...
-
+    @property
+    def found_inf(self) -> Tensor | float | None: ...
     scale: Tensor | float | None
     measured: Measured | None
     max_norm: float | None
     scale_update: ScaleUpdate | None
 
-class StepOptions:
-    """What an optimizer's own arguments ask of every step.
+class NormLimit:
+    """When a step is skipped for its norm: csrc/core/norm_limit.h.
 
-    checks: whether it needs statistics of the gradients. norm_limit: skip steps above this norm,
-    0 for none. spike: sigmas and window of a NormSpike, 0 for none.
+    fixed: above this norm, 0 for none. sigmas, window: a NormSpike's, 0 for none.
     """
 
-    def __init__(
-        self,
-        *,
-        checks: bool = False,
-        max_norm: float | None = None,
-        norm_limit: float = 0.0,
-        spike: tuple[float, float] = (0.0, 0.0),
-    ) -> None: ...
+    def __init__(self, fixed: float = 0.0, *, sigmas: float = 0.0, window: float = 0.0) -> None: ...
 
 class StepLog:
-    """The decisions of an optimizer's steps: csrc/torch/step/stepper.h."""
+    """The decisions of an optimizer's steps: csrc/torch/step/steps.h."""
 
     @property
     def count(self) -> int:
@@ -618,37 +650,66 @@ class StepLog:
     def skipped(self) -> Skipped | None:
         """Where the last step on the host was skipped: what was."""
 
-class Stepper:
-    """The steps of an optimizer: csrc/torch/step/stepper.h."""
+class Collectives:
+    """The functions that add statistics over processes: sharding.reduction.WholeStatistics."""
 
-    def __init__(self, hooks: object) -> None: ...
+    def __init__(
+        self,
+        totals: Callable[[list[Measurement]], list[Measurement]],
+        of_tensors: Callable[
+            [list[Measurement], list[Measurement]], tuple[list[Measurement], list[Measurement]]
+        ],
+        updates_of: Callable[[int], Callable[[Tensor], Tensor]],
+    ) -> None: ...
+
+class Gathered:
+    """An optimizer's tensors for its steps: csrc/torch/step/gathered.h."""
+
+    @property
+    def buckets(self) -> list[Bucket]: ...
+    @property
+    def held(self) -> list[tuple[torch.device, list[int], list[int]]]:
+        """Of each bucket: its device, its parameters' numbers, and those that may come."""
+    @property
+    def has_dtensors(self) -> bool: ...
+    def is_current(self, rules: Rules, groups: Groups, states: States) -> bool:
+        """Whether gathering again would find the same tensors in the same places."""
+
+    collectives: Collectives | None  # where other processes have parts of parameters
+
+class Steps:
+    """The steps of an optimizer: csrc/torch/step/steps.h."""
+
+    def __init__(self) -> None: ...
     @property
     def log(self) -> StepLog: ...
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph has captured a step of the tensors that there are now."""
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Drops the last step's report; call it before the gathered tensors are let go."""
+    def gather(self, rules: Rules, groups: Groups, states: States, info: GroupInfo) -> Gathered:
+        """An optimizer's tensors, checked, with the state that was missing."""
     def step(
         self,
-        rules: list[Any],
+        gathered: Gathered,
         groups: Groups,
-        states: States,
         inputs: StepInputs,
-        options: StepOptions,
-        read: Callable[[Bucket], Measurement] | None = None,
+        *,
+        checks: bool = False,
+        max_norm: float | None = None,
+        limit: NormLimit | None = None,
     ) -> Skipped | None:
-        """One step; returns what `log.skipped` does. read: reads a bucket's gradients for it."""
+        """One step; returns what `log.skipped` does.
+
+        checks: whether the optimizer needs statistics of the gradients. max_norm: its
+        max_grad_norm. limit: its skip_norm_above.
+        """
 
     # What a NormSpike knows (csrc/core/norm_limit.h), None before it was needed; read it waits.
     norm_history: tuple[float, float, float, float] | None
-
-    def measure(
-        self,
-        rules: list[Any],
-        groups: Groups,
-        states: States,
-        read: Callable[[Bucket], Measurement] | None = None,
-    ) -> Measured: ...
+    def measure(self, gathered: Gathered) -> Measured:
+        """Reads the gradients once, for a step that gets the result in its inputs."""
 
 def params_of(group: dict[str, Any]) -> Sequence[Tensor]:
     """A group's parameters; TypeError for what is not a sequence."""
@@ -656,10 +717,16 @@ def params_of(group: dict[str, Any]) -> Sequence[Tensor]:
 def have_params(groups: Groups, params: Sequence[Tensor]) -> bool:
     """Whether the groups hold exactly these parameters."""
 
+def refuse_params(group: dict[str, Any], number: int) -> None:
+    """TypeError, by name, for a parameter of a param_group that no step can update.
+
+    Frozen ones may have any dtype. number: the group's place.
+    """
+
 def param_label(group: Mapping[str, Any], number: int, position: int) -> str:
     """A parameter's place in its optimizer's param_groups, and its name if the group has names."""
 
-def init_states(rules: list[Any], groups: Groups, states: States) -> None:
+def init_states(rules: Rules, groups: Groups, states: States) -> None:
     """Makes the state of every trainable parameter; raises before anything is made."""
 
 def scalar_on(device: torch.device, number: Tensor | float | None) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from amp_mp import _C
 from amp_mp.optim.state.low_bits import refuse_lost
+from amp_mp.optim.step.cuda_graphs import warn_of_graph
 from amp_mp.optim.step.params import refuse_param
 from amp_mp.sharding import shards
 from amp_mp.sharding.gradients import local_gradient
@@ -20,5 +21,6 @@ _C.bind_python(
     why_foreign=shards.why_foreign,
     local_gradient=local_gradient,
     refuse_param=refuse_param,
+    warn_of_graph=warn_of_graph,
     refuse_lost=refuse_lost,
 )

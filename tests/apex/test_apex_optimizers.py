@@ -379,7 +379,7 @@ def test_gradient_release_without_bias_correction() -> None:
     twin = copy.deepcopy(model)
     released = optimizers.FusedAdam(model.parameters(), bias_correction=False)
     plain = optimizers.FusedAdam(twin.parameters(), bias_correction=False)
-    released.attach(model, release=True)
+    released.attach(model)
     for _ in range(2):
         for each, optimizer in ((model, released), (twin, plain)):
             each(torch.ones(1, 3)).sum().backward()

@@ -25,7 +25,7 @@ import amp_mp as amp
 DEVICE = "cuda"
 SCRIPTS = range(40)
 ITERATIONS = 5
-KINDS = ("scaled", "measured", "released", "wrapped", "handle", "replayed backward", "replayed")
+KINDS = ("scaled", "released", "wrapped", "handle", "replayed backward", "replayed")
 MEMORY = ("float32", "exact", "lean", "tiny")
 Operation = Callable[[], object]
 
@@ -56,9 +56,7 @@ class Training:
             self.handle = amp.init(device_type=DEVICE, dtype=self.dtype, loss_scale="dynamic")
         elif kind == "released":
             clip = chance.choice(["parameter", "previous"])
-            self.inner.attach(self.model, release=True, scaler=self.scaler, clip=clip)
-        elif kind == "measured":
-            self.inner.attach(self.model, measure=True)
+            self.inner.attach(self.model, scaler=self.scaler, clip=clip)
         self.graph = torch.cuda.CUDAGraph()
 
     def make_optimizer(self, chance: Random) -> Any:

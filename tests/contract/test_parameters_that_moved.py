@@ -251,7 +251,7 @@ def test_steps_without_gradients_that_are_no_mistake(device: str) -> None:
         skipped.step()
 
     released = amp.optim.AdamW(model.parameters(), lr=0.1)
-    with released.attach(model, release=True):
+    with released.attach(model):
         for _ in range(2):
             take_step(released, model(torch.ones(2, 4, device=device)).sum())
 

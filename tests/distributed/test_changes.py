@@ -299,7 +299,7 @@ class Attached(Fused):
 
     def __init__(self, model: nn.Module) -> None:
         self.optimizer = amp.optim.AdamW(model.parameters(), lr=1e-4)
-        self.optimizer.attach(model, release=True)
+        self.optimizer.attach(model)
 
 
 def prepared(name: str, layout: str) -> tuple[Taken, dict[str, Tensor]]:

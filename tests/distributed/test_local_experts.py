@@ -89,14 +89,12 @@ def run(model: Experts, way: str, token: float, named: bool = True) -> float | N
         handle.deactivate()
         return None
     scaler = amp.GradScaler("cpu", init_scale=8.0, enabled="GradScaler" in way)
-    if way == "measured":
-        optimizer.attach(model, measure=True)
     scaler.scale(model.loss(token)).backward()
     scaler.step(optimizer)
     return getattr(optimizer, "grad_norm", None)
 
 
-WAYS = ["clips", "measured", "GradScaler", "torch's SGD, GradScaler", "AdamW"]
+WAYS = ["clips", "GradScaler", "torch's SGD, GradScaler", "AdamW"]
 WAYS += ["LAMB", "LARS", "NovoGrad", "Muon", "FP16_Optimizer", "torch's SGD, FP16_Optimizer"]
 WAYS += ["scale_loss", "torch's SGD, scale_loss"]
 
@@ -454,7 +452,7 @@ def only_experts(way: str) -> list[Any]:
     else:
         optimizer = amp.optim.SGD(groups, lr=0.1, momentum=0.9, max_grad_norm=1.0)
     if way == "release":
-        optimizer.attach(model, release=True, clip="previous")
+        optimizer.attach(model, clip="previous")
     around = amp.FP16_Optimizer(optimizer, verbose=False) if way == "FP16_Optimizer" else None
     policy = amp.scaling.Backoff(init_scale=8.0, step_window=2)
     handle = amp.init(dtype=torch.bfloat16, loss_scale=policy)

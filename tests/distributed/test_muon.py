@@ -229,7 +229,7 @@ def test_one_process_takes_over_a_sharded_run(normalize: str | None) -> None:
 
 def released(layout: str) -> str:
     model = shard(Bag(SHAPES[:2], torch.float32), layout)
-    return error(amp.optim.Muon(model.parameters()).attach, model, release=True)
+    return error(amp.optim.Muon(model.parameters()).attach, model)
 
 
 def test_shards_are_not_released() -> None:

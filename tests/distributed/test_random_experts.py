@@ -28,7 +28,7 @@ ROWS, COLUMNS, LR = 4, 6, 0.01
 KINDS = {2: ["world"], 4: ["world", "mesh", "ep", "shards"]}
 OF_ALL = ["copies", "fsdp"]
 OURS = ["SGD", "AdamW", "LAMB", "LARS", "NovoGrad", "Muon"]
-WAYS = ["alone", "measure", "GradScaler", "unscale_", "FP16_Optimizer", "scale_loss"]
+WAYS = ["alone", "GradScaler", "unscale_", "FP16_Optimizer", "scale_loss"]
 
 
 @dataclass
@@ -106,8 +106,6 @@ class Side:
         self.around: Any = None
         if given.way == "FP16_Optimizer":
             self.around = amp.FP16_Optimizer(self.optimizer, loss_scale="dynamic", verbose=False)
-        if given.way == "measure":
-            self.optimizer.attach(nn.ModuleList(self.layers.values()), measure=True)
 
     def is_here(self, number: int) -> bool:
         kind = self.script.kinds[self.script.experts[number].group]
@@ -157,7 +155,7 @@ class Side:
             self.around.step()
             self.around.zero_grad()
             return norm
-        if way in ("alone", "measure"):
+        if way == "alone":
             loss.backward()
             optimizer.step()
         elif way == "scale_loss":

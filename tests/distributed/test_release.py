@@ -36,7 +36,7 @@ def released(layout: str, presets: list[str]) -> list[str]:
             net = shard(Net(LOW), layout)
             optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, memory=preset)
             if release:
-                optimizer.attach(net, release=True)
+                optimizer.attach(net)
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(net, step).backward()
@@ -69,7 +69,7 @@ def refusals() -> list[str]:
         net = shard(Net(LOW), "fsdp")
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, **options)
         with pytest.raises(ValueError) as caught:
-            optimizer.attach(net, release=True, **attached)
+            optimizer.attach(net, **attached)
         messages.append(str(caught.value))
         loss_of(net, 0).backward()  # nothing is attached
         assert all(p.grad is not None for p in net.parameters())
@@ -92,7 +92,7 @@ def clipped(layout: str) -> tuple[list[float], list[float]]:
     """
     net, reference = shard(Net(), layout), shard(Net(), layout)
     optimizer = amp.optim.SGD(net.parameters(), lr=0.1, max_grad_norm=0.01)
-    optimizer.attach(net, release=True, clip="previous")
+    optimizer.attach(net, clip="previous")
     found, expected = [], []
     for step in range(4):
         reference.load_state_dict(net.state_dict())
@@ -170,7 +170,7 @@ def overflows_under_release() -> list[tuple[bool, bool, list[str]]]:
     """
     net = shard(Net(LOW), "fsdp")
     optimizer = amp.optim.SGD(net.parameters(), lr=0.01, max_grad_norm=0.1)
-    optimizer.attach(net, release=True, clip="previous")
+    optimizer.attach(net, clip="previous")
     found = []
     for step in range(3):
         before = [local(p).clone() for p in net.parameters()]

@@ -340,8 +340,8 @@ def test_gradients_are_not_released_inside(device: str) -> None:
     averaged = amp.AveragedModel(model, optimizer, decay=0.5)
     train(model, optimizer, 2)
     weights = raw_bytes(dict(model.named_parameters()))
-    with optimizer.attach(model, release=True):
-        refused = pytest.raises(RuntimeError, match=r"release=True\) inside of AveragedModel.swap")
+    with optimizer.attach(model):
+        refused = pytest.raises(RuntimeError, match=r"attach\) inside of AveragedModel.swap")
         with refused, averaged.swap():
             model(torch.arange(11, device=device)).float().sum().backward()
         assert raw_bytes(dict(model.named_parameters())) == weights

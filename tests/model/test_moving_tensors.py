@@ -170,7 +170,7 @@ def test_whatever_converts_and_steps(make: Any, convert: Any) -> None:
     def optimizer(params: Any, lr: float) -> Any:
         if make == "release":
             found = amp.optim.AdamW(params, lr=lr)
-            found.attach(model, release=True)
+            found.attach(model)
             return found
         return make(params, lr=lr)
 

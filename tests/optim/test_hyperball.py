@@ -234,7 +234,7 @@ def test_release_steps_have_the_bits(device: str) -> None:
         model.to(device)
         optimizer = made("adamw", model.parameters())
         if release:
-            optimizer.attach(model, release=True)
+            optimizer.attach(model)
         for step in range(3):
             x = torch.from_numpy(random(64, step)).view(2, 32).to(device)
             model(x).square().sum().backward()

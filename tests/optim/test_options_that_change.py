@@ -82,7 +82,7 @@ def test_a_master_may_change_while_gradients_are_released(device: str, release: 
     model = nn.Linear(32, 4).to(device, torch.bfloat16)
     optimizer = amp.optim.AdamW(model.parameters(), lr=0.01)
     if release:
-        optimizer.attach(model, release=True)
+        optimizer.attach(model)
     for step in range(3):
         if step == 2:
             optimizer.param_groups[0]["exp_avg"] = "m8"

@@ -70,7 +70,7 @@ def test_a_group_of_it_is_added_and_its_gradients_released(device: str) -> None:
             with_repeats(optimizer.add_param_group, {"params": [late, late]})
         else:
             optimizer.add_param_group({"params": [late]})
-        optimizer.attach(net, release=True)
+        optimizer.attach(net)
         for _ in range(2):
             net(torch.ones(2, 8, device=device)).square().sum().backward()
             optimizer.step()

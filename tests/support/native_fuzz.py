@@ -244,6 +244,7 @@ class Fuzz:
         if act == "init_states":
             _C.init_states(**self.changed(arguments))
             return
+        info = _C.GroupInfo(set(made.defaults), {})
         if act == "bucket":
             param = made.param_groups[0]["params"][0]
             arguments |= {
@@ -251,7 +252,7 @@ class Fuzz:
                 "group": 0,
                 "tensor_index": 0,
                 "label": "w",
-                "own_keys": set(),
+                "info": info,
             }
             bucket = _C.Bucket(**(self.changed(arguments)))
             total = self.changed(self.doubles(3))
@@ -259,8 +260,10 @@ class Fuzz:
                 groups, self.maybe(bucket.measure()), self.maybe(2.0), 1.0, self.maybe(total)
             )
             return
+        arguments["info"] = info
+        gathered = stepper.gather(**self.changed(arguments))
         if act == "measure":
-            stepper.measure(**self.changed(arguments)).totals()
+            stepper.measure(gathered).totals()
             return
         given = {
             "scale": self.maybe(self.tensor((1,))),
@@ -275,14 +278,16 @@ class Fuzz:
         asked = self.changed(asked)
         for name, value in asked.items():
             setattr(inputs, name, value)
-        options = {
+        limit = _C.NormLimit(1.0, sigmas=6.0, window=16.0)
+        given = {
+            "gathered": gathered,
+            "groups": groups,
+            "inputs": inputs,
             "checks": True,
             "max_norm": self.maybe(1.0),
-            "norm_limit": self.maybe(1.0),
-            "spike": self.maybe((6.0, 16.0)),
+            "limit": self.maybe(limit),
         }
-        given = {"inputs": inputs, "options": _C.StepOptions(**self.changed(options))}
-        stepper.step(**self.changed(arguments | given))
+        stepper.step(**self.changed(given))
         stepper.log.newest(True)
 
     def plain_call(self) -> Call:

@@ -73,12 +73,11 @@ class Scaled(Script):
 
 
 class Attached(Scaled):
-    """The optimizer measures, or steps, during the backward pass."""
+    """The optimizer steps during the backward pass."""
 
-    def __init__(self, make: Callable[..., Any], clip: str = "parameter", **how: bool) -> None:
+    def __init__(self, make: Callable[..., Any], clip: str = "parameter") -> None:
         super().__init__(make)
-        scaler = self.scaler if how.get("release") else None
-        self.attachment = self.optimizer.attach(self.model, scaler=scaler, clip=clip, **how)
+        self.attachment = self.optimizer.attach(self.model, scaler=self.scaler, clip=clip)
 
 
 class TwoOptimizers(Script):
@@ -179,9 +178,8 @@ SCRIPTS: dict[str, Callable[[], Script]] = {
     "scaled, LAMB": lambda: Scaled(lamb),
     "scaled, torch's SGD": lambda: Scaled(sgd),
     "scaled, torch's fused AdamW": lambda: Scaled(torch_fused),
-    "measured in backward": lambda: Attached(clipping, measure=True),
-    "released": lambda: Attached(clipping, release=True),
-    "released, previous norm": lambda: Attached(clipping, "previous", release=True),
+    "released": lambda: Attached(clipping),
+    "released, previous norm": lambda: Attached(clipping, "previous"),
     "two optimizers": TwoOptimizers,
     "FP16_Optimizer": lambda: Wrapped(adamw, check_overflow=True),
     "FP16_Optimizer, clipped": lambda: Wrapped(adamw, clips=True),

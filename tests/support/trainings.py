@@ -169,7 +169,7 @@ def scale_loss(model: nn.Module, optimizer: Any, ends: ExitStack) -> Loop:
 
 
 def release(model: nn.Module, optimizer: Any, ends: ExitStack) -> Loop:
-    optimizer.attach(model, release=True)
+    optimizer.attach(model)
     return plain(model, optimizer, ends)
 
 
@@ -201,7 +201,7 @@ WRAPPERS: dict[str, Callable[[nn.Module, Any, ExitStack], Loop]] = {
     "FP16_Optimizer": fp16_optimizer,
     "GradScaler": grad_scaler,
     "handle.scale_loss": scale_loss,
-    "attach(release=True)": release,
+    "attach()": release,
     "AveragedModel": averaged_model,
     "optimizer.masters": masters,
 }

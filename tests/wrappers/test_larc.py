@@ -247,7 +247,7 @@ def test_an_attached_optimizer_is_refused(device: str) -> None:
     inner = amp.optim.SGD(net.parameters(), 0.1)
     larc = amp.apex.parallel.LARC(inner)
     with (
-        inner.attach(net, release=True),
+        inner.attach(net),
         pytest.raises(ValueError, match=r"attached to the backward pass"),
     ):
         larc.step()

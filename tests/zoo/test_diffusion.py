@@ -49,7 +49,7 @@ def train(page: dict[str, Any], release: bool, **options: Any) -> tuple[Any, ...
     peak = peak_of_gradients(model)
     optimizer = amp.optim.AdamW(model.parameters(), lr=1e-3, **page["formats"], **options)
     if release:
-        optimizer.attach(model, release=True)
+        optimizer.attach(model)
     return page["fine_tune"](model, optimizer, steps=4), model, optimizer, peak[0]
 
 
@@ -72,7 +72,7 @@ def test_the_script_has_the_bits_of_ordinary_training(page: dict[str, Any]) -> N
 
 
 def test_one_gradient_is_held_at_a_time(page: dict[str, Any]) -> None:
-    *_, released, _, of_release = train(page, release=True, offload="state")
+    *_, released, _, of_release = train(page, offload="state")
     sizes = [param.nbytes for param in released.parameters()]
     assert of_release == max(sizes)
     *_, of_ordinary = train(page, release=False)

@@ -22,6 +22,7 @@ void bind_python(const py::kwargs& given) {
                               .why_foreign = {named("why_foreign")},
                               .local_gradient = {named("local_gradient")},
                               .refuse_param = {named("refuse_param")},
+                              .warn_of_graph = {named("warn_of_graph")},
                               .refuse_lost = {named("refuse_lost")}};
 }
 

@@ -44,6 +44,8 @@ struct PythonFunctions {
   PythonFunction<at::Tensor(py::handle param, std::string label)> local_gradient;
   // optim/step/params.py
   PythonFunction<void(py::handle param, std::string label)> refuse_param;
+  // optim/step/cuda_graphs.py
+  PythonFunction<void()> warn_of_graph;
   // optim/state/low_bits.py
   PythonFunction<void(py::handle param)> refuse_lost;
 };

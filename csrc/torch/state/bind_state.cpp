@@ -9,10 +9,10 @@ namespace {
 
 void bind_saved(py::module_& m) {
   py::class_<SavedEntries>(m, "SavedEntries")
-      .def(py::init<const py::iterable&>(), py::arg("rules"))
+      .def(py::init<const Layouts&>(), py::arg("rules"))
       .def("in_bytes", &SavedEntries::in_bytes);
   m.def("wrong_clock", &wrong_clock, py::arg("value"), py::arg("name"));
-  m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rules"), py::arg("states"),
+  m.def("wrong_state", &wrong_state, py::arg("entries"), py::arg("rule"), py::arg("states"),
         py::arg("params"));
   bind_restore(m);
 }
@@ -50,9 +50,9 @@ void bind_arrays(py::module_& m) {
       py::arg("data"), py::arg("rest"), py::arg("format"));
   m.def(
       "decoded_states",
-      [](const py::object& rule, const py::object& param, const py::dict& state) {
+      [](const RuleLayout& rule, const py::object& param, const py::dict& state) {
         py::dict found;
-        for (const KeptState& kept : layout_of(rule)->states) {
+        for (const KeptState& kept : rule.states) {
           const std::optional<HeldState> held = held_state(kept, state);
           if (!held || !held->stored || kept.of_rows) continue;
           const ArrayTensors arrays = {held->data.detach(), held->stored->format, held->scales};

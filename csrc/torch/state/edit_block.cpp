@@ -23,7 +23,7 @@ at::Tensor values_in(const py::object& edited) { return local_of(edited).detach(
 
 }  // namespace
 
-EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::dict& states,
+EditBlock::EditBlock(const Layouts& rules, const py::list& groups, const py::dict& states,
                      const Named& params)
     : states_(states) {
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
@@ -31,7 +31,7 @@ EditBlock::EditBlock(const py::list& rules, const py::list& groups, const py::di
               "use torch.no_grad()");
   std::unordered_map<PyObject*, size_t> places;  // of each parameter in edits_
   for (const auto& [name, param] : params) places.emplace(param.ptr(), SIZE_MAX);
-  std::vector<Member> members = members_of(layouts_of(rules), groups, states, &places);
+  std::vector<Member> members = members_of(rules, groups, states, &places);
   for (size_t i = 0; i < members.size(); ++i) places[members[i].param.ptr()] = i;
   for (const auto& [name, param] : params) {
     if (!is_tensor(param))
@@ -158,7 +158,7 @@ void EditBlock::store(const Edit& edit) const {
 
 void bind_edit_block(py::module_& m) {
   py::class_<EditBlock, std::shared_ptr<EditBlock>>(m, "EditBlock")
-      .def(py::init<const py::list&, const py::list&, const py::dict&, const EditBlock::Named&>(),
+      .def(py::init<const Layouts&, const py::list&, const py::dict&, const EditBlock::Named&>(),
            py::arg("rules"), py::arg("groups"), py::arg("states"), py::arg("params"))
       .def_property_readonly("masters", &EditBlock::masters)
       .def("borrow", [](EditBlock& block) { block.loan().borrow("masters()"); })

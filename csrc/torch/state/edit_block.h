@@ -13,7 +13,7 @@ class EditBlock {
   // Reads the masters of these parameters, and changes nothing. TypeError or ValueError for
   // anything but parameters of the groups that a step can update, RuntimeError for a parameter that
   // is borrowed, and in torch.inference_mode.
-  EditBlock(const py::list& rules, const py::list& groups, const py::dict& states,
+  EditBlock(const Layouts& rules, const py::list& groups, const py::dict& states,
             const Named& params);
 
   // The parameters, borrowed from here until the block ends.

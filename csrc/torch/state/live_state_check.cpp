@@ -105,17 +105,34 @@ std::array<double, 4> clock_numbers(const Member& member) {
           own ? number_in(own) : layout.own_start};
 }
 
+// Whether a step can update a parameter, as far as native code knows. any_sharded: whether there
+// are modules of fully_shard, which gather parameters for a while; only Python can tell those.
+bool is_steppable(py::handle param, bool any_sharded) {
+  if (!is_plain(param) || any_sharded) return false;
+  const at::Tensor& t = tensor_of(param);
+  return (t.is_cpu() || t.is_cuda()) && (t.scalar_type() == at::kFloat || is_low_precision(t));
+}
+
 }  // namespace
 
 void check_members(const std::vector<Member>& members) {
-  // fully_shard gathers parameters for a while, and only Python can tell those.
   const bool any_sharded = package().has_sharded_modules();
   for (const Member& member : members) {
-    const at::Tensor& t = member.local;
-    const bool known = is_plain(member.param) && (t.is_cpu() || t.is_cuda()) && !any_sharded &&
-                       (t.scalar_type() == at::kFloat || is_low_precision(t));
-    if (!known) package().refuse_param(member.param, member.label);
+    if (!is_steppable(member.param, any_sharded))
+      package().refuse_param(member.param, member.label);
     check_state(member);
+  }
+}
+
+void refuse_params(py::handle group, int64_t number) {
+  const bool any_sharded = package().has_sharded_modules();
+  int64_t position = 0;
+  for (const py::handle param : params_of(group)) {
+    const int64_t own = position++;
+    const at::Tensor& t = tensor_of(param);
+    if (!t.requires_grad() && !t.is_meta()) continue;  // a frozen one may have any dtype
+    if (!is_steppable(param, any_sharded))
+      package().refuse_param(param, param_label(group, number, own));
   }
 }
 

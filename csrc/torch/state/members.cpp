@@ -34,6 +34,7 @@ bool have_params(const py::list& groups, const std::vector<py::object>& params) 
 void check_rules(const Layouts& rules, const py::list& groups) {
   TORCH_CHECK_VALUE(rules.size() == groups.size(), "amp_mp: there are ", rules.size(),
                     " rules, but ", groups.size(), " param_groups");
+  refuse_none(rules);
 }
 
 std::string param_label(py::handle group, int64_t number, int64_t position) {

@@ -1,7 +1,5 @@
 #include "torch/state/rule_table.h"
 
-#include <unordered_map>
-
 #include "torch/bind.h"
 
 namespace amp_mp {
@@ -59,6 +57,17 @@ HyperNumber hyper_number(const Number& number) {
   return found;
 }
 
+// By name, what each state of these rules may be stored as.
+py::dict kinds_of(const Layouts& rules) {
+  static constexpr const char* kNames[] = {"moment", "square", "exact"};
+  py::dict kinds;
+  refuse_none(rules);
+  for (const Layout& rule : rules)
+    for (const KeptState& state : rule->states)
+      kinds[state.name] = state.of_rows ? "row" : kNames[int(state.kind)];
+  return kinds;
+}
+
 RuleLayout declared(const RuleInfo& rule) {
   RuleLayout layout;
   layout.rule = &rule;
@@ -74,27 +83,26 @@ RuleLayout declared(const RuleInfo& rule) {
   return layout;
 }
 
-RuleLayout declared_of(const std::string& op) {
+}  // namespace
+
+std::shared_ptr<RuleLayout> RuleLayout::of(const std::string& op, const py::object& row_state,
+                                           const std::vector<std::string>& options) {
   const RuleInfo* const rule = rule_named(op.c_str());
   if (!rule) throw py::value_error("amp_mp: \"" + op + "\" is not an operator");
-  return declared_rules()[size_t(rule->index)];
-}
-
-RuleLayout make_layout(const py::handle& rule) {
-  RuleLayout layout = declared_of(py::cast<std::string>(rule.attr("operator")));
-  if (const py::object rows = rule.attr("row_state"); !rows.is_none())
-    layout.states.push_back(kept_state(text_of(rows), Kind::exact, true, nullptr, true));
-  layout.directions = rule.attr("directions");
+  const auto layout = std::make_shared<RuleLayout>(declared_rules()[size_t(rule->index)]);
+  if (!row_state.is_none())
+    layout->states.push_back(kept_state(text_of(row_state), Kind::exact, true, nullptr, true));
   for (const char* name : {"memory", "master", "rounding", "offload"})
-    layout.options.push_back(interned(name));
-  for (const KeptState& state : layout.states) layout.options.push_back(state.name);
-  if (!layout.directions.is_none())
-    for (const py::handle option : layout.directions.attr("options"))
-      layout.options.push_back(interned(text_of(option)));
+    layout->options.push_back(interned(name));
+  for (const KeptState& state : layout->states) layout->options.push_back(state.name);
+  for (const std::string& option : options) layout->options.push_back(interned(option));
   return layout;
 }
 
-}  // namespace
+void refuse_none(const Layouts& rules) {
+  for (const Layout& rule : rules)
+    if (!rule) throw py::type_error("amp_mp: a rule is None");
+}
 
 const std::vector<RuleLayout>& declared_rules() {
   static const auto& layouts = *[] {
@@ -139,26 +147,6 @@ const MasterEntry* master_entry(const std::string& format, at::ScalarType weight
   return nullptr;
 }
 
-Layout layout_of(const py::handle& rule) {
-  // Leaked, as all static objects here that hold Python objects: at exit the interpreter may end
-  // first. The rules of optimizer classes live as long as the process anyway.
-  static auto& known = *new std::unordered_map<PyObject*, std::pair<py::object, Layout>>;
-  auto found = known.find(rule.ptr());
-  if (found == known.end()) {
-    const auto layout = std::make_shared<RuleLayout>(make_layout(rule));
-    const std::pair entry{py::reinterpret_borrow<py::object>(rule), layout};
-    found = known.emplace(rule.ptr(), entry).first;
-  }
-  return found->second.second;
-}
-
-Layouts layouts_of(const py::list& rules) {
-  Layouts found;
-  for (size_t i = 0; i < rules.size(); ++i)
-    found.push_back(i > 0 && rules[i].is(rules[i - 1]) ? found.back() : layout_of(rules[i]));
-  return found;
-}
-
 std::vector<py::object> RuleLayout::keys() const {
   std::vector<py::object> keys;
   const auto add = [&](const py::object& key) {
@@ -178,36 +166,24 @@ std::vector<py::object> RuleLayout::keys() const {
 }
 
 void bind_rule_table(py::module_& m) {
-  m.def(
-      "kinds_of",
-      [](const py::iterable& rules) {
-        static constexpr const char* kNames[] = {"moment", "square", "exact"};
-        py::dict kinds;
-        for (const py::handle rule : rules)
-          for (const KeptState& state : layout_of(rule)->states)
-            kinds[state.name] = state.of_rows ? "row" : kNames[int(state.kind)];
-        return kinds;
-      },
-      py::arg("rules"));
-  m.def(
-      "is_layerwise", [](const py::object& rule) { return layout_of(rule)->rule->is_layerwise(); },
-      py::arg("rule"));
-  m.def(
-      "number_keys",
-      [](const py::object& rule) {
-        py::set keys;
-        for (const HyperNumber& number : layout_of(rule)->numbers) keys.add(number.key);
-        return keys;
-      },
-      py::arg("rule"));
-  m.def(
-      "own_number",
-      [](const py::object& rule) -> std::optional<std::pair<py::object, double>> {
-        const Layout layout = layout_of(rule);
-        if (!layout->rule->has_own_number) return std::nullopt;
-        return std::pair(layout->own, layout->own_start);
-      },
-      py::arg("rule"));
+  py::class_<RuleLayout, Layout>(m, "Rule")
+      .def(py::init(&RuleLayout::of), py::arg("operator"), py::kw_only(),
+           py::arg("row_state") = py::none(), py::arg("options") = std::vector<std::string>())
+      .def_property_readonly("kinds", [](const Layout& rule) { return kinds_of({rule}); })
+      .def_property_readonly("is_layerwise",
+                             [](const RuleLayout& rule) { return rule.rule->is_layerwise(); })
+      .def_property_readonly("number_keys",
+                             [](const RuleLayout& rule) {
+                               py::set keys;
+                               for (const HyperNumber& number : rule.numbers) keys.add(number.key);
+                               return keys;
+                             })
+      .def_property_readonly(
+          "own_number", [](const RuleLayout& rule) -> std::optional<std::pair<py::object, double>> {
+            if (!rule.rule->has_own_number) return std::nullopt;
+            return std::pair(rule.own, rule.own_start);
+          });
+  m.def("kinds_of", &kinds_of, py::arg("rules"));
   m.def("clock_entries", [] {
     py::set names;
     for (const RuleLayout& rule : declared_rules())

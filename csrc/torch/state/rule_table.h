@@ -59,7 +59,14 @@ const MasterEntry* master_entry(const std::string& format, at::ScalarType weight
 // The entry that holds a state in a format.
 py::object entry_name(const std::string& state, Format format);
 
+// A rule with its states' entries. Python has it as `_C.Rule` (optim/rule.py).
 struct RuleLayout {
+  // The rule of an operator. row_state: the name of a state of_rows that the optimizer adds, or
+  // None. options: more entries of a group that the slots depend on. ValueError for an operator
+  // that is none.
+  static std::shared_ptr<RuleLayout> of(const std::string& op, const py::object& row_state,
+                                        const std::vector<std::string>& options);
+
   const RuleInfo* rule;
   std::vector<KeptState> states;
   py::object step, own;  // the clock's entries
@@ -67,7 +74,6 @@ struct RuleLayout {
   bool own_is_late = false;  // whether a parameter that has taken steps may lack it
   std::vector<HyperNumber> numbers;
   std::vector<py::object> options;  // entries of a group that the slots depend on
-  py::object directions;            // optim/rule.py, Directions, or None
 
   // The entries that may hold a state, master or clock tensor of the slots.
   std::vector<py::object> keys() const;
@@ -75,12 +81,11 @@ struct RuleLayout {
 using Layout = std::shared_ptr<RuleLayout>;
 using Layouts = std::vector<Layout>;  // one for each param_group
 
+// TypeError where one of them is None, which pybind11 takes for any pointer.
+void refuse_none(const Layouts& rules);
+
 // What each rule of core/rules.h declares.
 const std::vector<RuleLayout>& declared_rules();
-
-// The layout of a rule as Python holds it (optim/rule.py, Rule).
-Layout layout_of(const py::handle& rule);
-Layouts layouts_of(const py::list& rules);
 
 // The numbers of one param_group. Two may be tensors of one number: on the step's device they are
 // read when the step runs, elsewhere now.

@@ -5,7 +5,8 @@ namespace amp_mp {
 
 using Holds = SavedEntry::Holds;
 
-SavedEntries::SavedEntries(const py::iterable& rules) {
+SavedEntries::SavedEntries(const Layouts& rules) {
+  refuse_none(rules);
   const auto add = [&](const SavedEntry& entry) { entries_.insert_or_assign(entry.name, entry); };
   for (const RuleLayout& rule : declared_rules()) {
     add({text_of(rule.step), "", "", Holds::step, {}});
@@ -24,8 +25,8 @@ SavedEntries::SavedEntries(const py::iterable& rules) {
     else
       coded(Holds::master, each.entry, "master", each.format, each.dtype);
   }
-  for (const py::handle rule : rules)
-    for (const KeptState& kept : layout_of(rule)->states) {
+  for (const Layout& rule : rules)
+    for (const KeptState& kept : rule->states) {
       const std::string name = text_of(kept.name);
       add({name, name, "", kept.of_rows ? Holds::rows : Holds::state, {}});
       std::string can;

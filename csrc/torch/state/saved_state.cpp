@@ -84,22 +84,13 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
   return wrong_shape(t, param, entry->in_bytes, entry->holds == Holds::rows);
 }
 
-// The states and numbers that every parameter has after a step under any of the rules.
-std::set<std::string> needed_under(const py::iterable& rules) {
-  std::set<std::string> found;
-  bool is_first = true;
-  for (const py::handle rule : rules) {
-    const Layout layout = layout_of(rule);
-    std::set<std::string> needed, both;
-    if (!layout->own_is_late) needed.insert(text_of(layout->own));
-    for (const KeptState& kept : layout->states)
-      if (!kept.late) needed.insert(text_of(kept.name));
-    for (const std::string& name : needed)
-      if (is_first || found.count(name)) both.insert(name);
-    found = both;
-    is_first = false;
-  }
-  return found;
+// The states and numbers that every parameter has after a step.
+std::set<std::string> needed_under(const RuleLayout& rule) {
+  std::set<std::string> needed;
+  if (!rule.own_is_late) needed.insert(text_of(rule.own));
+  for (const KeptState& kept : rule.states)
+    if (!kept.late) needed.insert(text_of(kept.name));
+  return needed;
 }
 
 // As wrong_state, for one parameter. needed: what every parameter has after a step.
@@ -177,9 +168,9 @@ std::string wrong_clock(const py::object& value, const std::string& name) {
   return "";
 }
 
-py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
-                       const py::list& states, const py::list& params) {
-  const std::set<std::string> needed = needed_under(rules);
+py::object wrong_state(const SavedEntries& entries, const RuleLayout& rule, const py::list& states,
+                       const py::list& params) {
+  const std::set<std::string> needed = needed_under(rule);
   for (size_t i = 0; i < states.size(); ++i) {
     if (states[i].is_none()) continue;
     const py::object wrong = wrong_state_of(entries, needed, states[i], params[i]);

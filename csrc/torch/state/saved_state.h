@@ -28,7 +28,7 @@ struct SavedEntry {
 // All of them for an optimizer that may use these rules.
 class SavedEntries {
  public:
-  explicit SavedEntries(const py::iterable& rules);
+  explicit SavedEntries(const Layouts& rules);
   const SavedEntry* find(const std::string& name) const;  // null: the rules have no such entry
   // What is wrong with an entry of a format that its state cannot have; empty for others.
   std::string refusal(const std::string& name) const;
@@ -44,9 +44,9 @@ class SavedEntries {
 std::string wrong_clock(const py::object& value, const std::string& name);
 
 // The first of a group's parameters whose saved state cannot be loaded: its place, and the entry
-// with what is wrong with it; None if all can. rules: those that the param_group may have. states:
-// one for each parameter, None without.
-py::object wrong_state(const SavedEntries& entries, const py::iterable& rules,
-                       const py::list& states, const py::list& params);
+// with what is wrong with it; None if all can. rule: the param_group's. states: one for each
+// parameter, None without.
+py::object wrong_state(const SavedEntries& entries, const RuleLayout& rule, const py::list& states,
+                       const py::list& params);
 
 }  // namespace amp_mp

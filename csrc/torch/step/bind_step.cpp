@@ -1,6 +1,6 @@
 // What Python sees of the step's parts: statistics, loss scales, and reports of decisions.
 #include "torch/bind.h"
-#include "torch/step/stepper.h"
+#include "torch/step/steps.h"
 
 namespace amp_mp {
 void bind_step(py::module_& m) {

@@ -19,21 +19,16 @@ const HyperMember& hyper_named(const std::string& name) {
 }  // namespace
 
 Bucket::Bucket(Layout rule, const at::Device& device, std::vector<Member> members,
-               const py::object& own_keys)
+               const GroupInfo& info)
     : layout_(std::move(rule)),
       device_(device),
       members_(std::move(members)),
-      slots_(make_slots(sort_by_kind())) {
+      slots_(make_slots(sort_by_kind(info))) {
   remember();
-  for (const HyperNumber& number : layout().numbers)
-    if (own_keys.contains(number.key)) numbers_.push_back(number);
-  make_updates_ = py::none();
-  if (layout().directions.is_none()) return;
-  py::list pairs;
-  for (const Member& member : members_) pairs.append(py::make_tuple(member.param, member.group));
-  make_updates_ = layout().directions.attr("make")(pairs);
+  for (const HyperNumber& number : layout_->numbers)
+    if (info.own_keys.contains(number.key)) numbers_.push_back(number);
   const std::vector<int64_t> offsets = slots_.offsets();
-  for (const KeptState& kept : layout().states)
+  for (const KeptState& kept : layout_->states)
     for (size_t i = 0; kept.of_rows && i < members_.size(); ++i) {
       const Member& member = members_[i];
       row_norms_.add({offsets[i], member.local, member.param, got(member.state, kept.name),
@@ -42,14 +37,17 @@ Bucket::Bucket(Layout rule, const at::Device& device, std::vector<Member> member
 }
 
 // Sorts the members by their kinds and returns the number of each one's kind.
-std::vector<int64_t> Bucket::sort_by_kind() {
-  const py::object& directions = layout().directions;
+std::vector<int64_t> Bucket::sort_by_kind(const GroupInfo& info) {
   std::vector<std::pair<Kind, size_t>> found;
   for (size_t i = 0; i < members_.size(); ++i) {
     Kind kind{members_[i].group_index, {}, {}};
-    if (!directions.is_none())
-      kind.shape = py::cast<std::pair<int64_t, int64_t>>(
-          directions.attr("shape_of")(members_[i].group, members_[i].param));
+    const auto matrices = info.matrices.find(members_[i].tensor_index);
+    if (matrices != info.matrices.end()) {
+      const auto& [shape, numbers] = matrices->second;
+      kind.shape = shape;
+      for (const auto& [name, number] : numbers)
+        kind.numbers.emplace_back(&hyper_named(name), number);
+    }
     found.emplace_back(kind, i);
   }
   std::stable_sort(found.begin(), found.end(),
@@ -57,14 +55,7 @@ std::vector<int64_t> Bucket::sort_by_kind() {
   std::vector<Member> sorted;
   std::vector<int64_t> numbers;
   for (auto& [kind, i] : found) {
-    if (kinds_.empty() || kinds_.back() < kind) {
-      if (!directions.is_none()) {
-        const py::dict of_shape = directions.attr("numbers")(members_[i].group, kind.shape);
-        for (const auto& [name, number] : of_shape)
-          kind.of_shape.emplace_back(&hyper_named(text_of(name)), py::cast<double>(number));
-      }
-      kinds_.push_back(kind);
-    }
+    if (kinds_.empty() || kinds_.back() < kind) kinds_.push_back(kind);
     numbers.push_back(int64_t(kinds_.size()) - 1);
     sorted.push_back(std::move(members_[i]));
   }
@@ -87,7 +78,7 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
     own.param = member.local;
     own.record = init_state(member, stepping[i]);
     if (own.record) own.master = own.record->master();
-    for (const KeptState& kept : layout().states) {
+    for (const KeptState& kept : layout_->states) {
       if (kept.of_rows) continue;
       const std::optional<HeldState> held = held_state(kept, member.state);
       const Format format = format_of(kept, member);
@@ -108,7 +99,7 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
 }
 
 void Bucket::remember() {
-  for (const py::object& key : layout().keys()) {
+  for (const py::object& key : layout_->keys()) {
     std::vector<py::object> values;
     for (const Member& member : members_) values.push_back(got(member.state, key));
     if (std::all_of(values.begin(), values.end(), [](auto& value) { return value.is_none(); }))
@@ -119,7 +110,7 @@ void Bucket::remember() {
   for (const Member& member : members_) {
     if (!options_.empty() && options_.back().first == member.group_index) continue;
     std::vector<py::object> values;
-    for (const py::object& option : layout().options) values.push_back(got(member.group, option));
+    for (const py::object& option : layout_->options) values.push_back(got(member.group, option));
     options_.emplace_back(member.group_index, std::move(values));
   }
 }
@@ -128,7 +119,7 @@ bool Bucket::is_current(const Layouts& rules, const py::list& groups) const {
   for (const auto& [group, values] : options_) {
     if (size_t(group) >= rules.size() || rules[size_t(group)] != layout_) return false;
     for (size_t i = 0; i < values.size(); ++i)
-      if (!got(groups[size_t(group)], layout().options[i]).is(values[i])) return false;
+      if (!got(groups[size_t(group)], layout_->options[i]).is(values[i])) return false;
   }
   const size_t count = members_.size();  // raw calls from here, since they run at every step
   for (size_t k = 0; k < keys_.size(); ++k)
@@ -150,7 +141,7 @@ std::vector<HyperTensors> Bucket::hypers(const py::list& groups) const {
   std::vector<HyperTensors> found;
   for (const Kind& kind : kinds_) {
     HyperTensors numbers = read_group(numbers_, groups[size_t(kind.group)]);
-    for (const auto& [member, number] : kind.of_shape) numbers.hyper.*member->number = number;
+    for (const auto& [member, number] : kind.numbers) numbers.hyper.*member->number = number;
     found.push_back(std::move(numbers));
   }
   return found;

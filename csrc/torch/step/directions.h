@@ -14,7 +14,7 @@ class Directions {
 
   // The callbacks turn them into updates.
   Directions(const RuleInfo& rule, const Slots& slots, const std::vector<Slot>& chosen,
-             const StepCallbacks& callbacks, const at::Tensor& verdict)
+             const ApplyInputs& callbacks, const at::Tensor& verdict)
       : plan(rule.has_direction ? own_ : chosen), callbacks_(callbacks), verdict_(verdict) {
     if (!rule.has_direction) return;
     own_ = chosen;
@@ -48,7 +48,7 @@ class Directions {
   }
 
   std::vector<Slot> own_;
-  const StepCallbacks& callbacks_;
+  const ApplyInputs& callbacks_;
   const at::Tensor& verdict_;
   size_t slots_ = 0;
   at::Tensor memory_;

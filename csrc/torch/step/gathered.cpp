@@ -16,7 +16,8 @@ std::pair<Py_ssize_t, py::object> kept_of(py::handle group) {
 }  // namespace
 
 Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict& states,
-                   const py::object& hooks) {
+                   const GroupInfo& info)
+    : rules_(rules) {
   std::vector<Member> members = members_of(rules, groups, states);
   refuse_new_state(members);
   for (const py::handle group : groups) groups_.push_back(kept_of(group));
@@ -27,12 +28,9 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
   };
   std::vector<Kind> kinds;
   std::vector<Member> active;
-  bool any_dtensor = false;
   for (Member& member : members) {
     params_.push_back(member.param);
-    any_dtensor = any_dtensor || member.is_dtensor;
-    const py::object& directions = member.layout->directions;
-    if (!directions.is_none()) directions.attr("refuse")(member.group, member.param, member.label);
+    has_dtensors_ = has_dtensors_ || member.is_dtensor;
     const at::Device device = member.local.device();
     auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& each) {
       return each.layout == member.layout && each.device == device;
@@ -52,8 +50,6 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
   });
   check_members(active);
   const HostRoom room = room_for(active);
-  // Of each bucket: its members, and these with the parameters that may become members.
-  std::vector<std::tuple<at::Device, std::vector<int64_t>, std::vector<int64_t>>> held;
   for (const auto& [layout, device, params] : kinds) {
     std::vector<Member> own;
     for (const Member& member : active) {
@@ -61,15 +57,13 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
       own.push_back(member);
       if (py::len(member.state) == 0) states[member.param] = member.state;
     }
-    buckets_.push_back(
-        std::make_shared<Bucket>(layout, device, std::move(own), hooks.attr("own_keys")));
+    buckets_.push_back(std::make_shared<Bucket>(layout, device, std::move(own), info));
     std::vector<int64_t> stepped;
     for (const Member& member : buckets_.back()->members()) stepped.push_back(member.tensor_index);
-    held.emplace_back(device, std::move(stepped), params);
+    held_.emplace_back(device, std::move(stepped), params);
   }
   for (const auto& [param, state] : states)
     states_.push_back(py::reinterpret_borrow<py::object>(state));
-  whole_ = hooks.attr("make_whole")(held, groups, any_dtensor);
 }
 
 bool Gathered::is_current(const Layouts& rules, const py::list& groups,
@@ -91,12 +85,7 @@ bool Gathered::is_current(const Layouts& rules, const py::list& groups,
                       [](py::handle param) { return tensor_of(param).grad().defined(); });
 }
 
-bool Gathered::has_no_gradient() const {
-  return std::none_of(params_.begin(), params_.end(),
-                      [](const py::object& p) { return tensor_of(p).grad().defined(); });
-}
-
-void Gathered::check_capture() const {
+void Gathered::find_gradients() const {
   for (const py::handle param : dormant_) {
     const at::Tensor& t = tensor_of(param);
     TORCH_CHECK_VALUE(
@@ -105,6 +94,7 @@ void Gathered::check_capture() const {
         " has had no gradient yet, and a step captured now would leave it out of "
         "every replay; take a step with all gradients before capturing, or freeze it");
   }
+  for (const auto& bucket : buckets_) bucket->slots().find_gradients();
 }
 
 void init_states(const Layouts& rules, const py::list& groups, const py::dict& states) {

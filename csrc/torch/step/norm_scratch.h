@@ -8,7 +8,7 @@
 
 namespace amp_mp {
 
-using SumUpdates = decltype(StepCallbacks::sum_updates);
+using SumUpdates = ApplyInputs::Change;
 
 class NormScratch {
  public:

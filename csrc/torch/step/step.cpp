@@ -147,7 +147,7 @@ at::Tensor decide_on(const at::Device& device, const Tensors& totals, const Deci
 
 void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>& hyper_tensors,
             at::Tensor& verdict, const ApplyInputs& given) {
-  const auto& [decides, known, measures, weights, callbacks] = given;
+  const auto& [decides, known, measures, weights, sum_updates, make_updates, normalise] = given;
   Measurement* found = known;
   TORCH_CHECK_VALUE(!rule.needs_norms || measures || (found && found->count() >= slots.size()),
                     "amp_mp: this rule looks at the gradients' norms; pass slots.measure()");
@@ -168,15 +168,17 @@ void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>&
   const auto count_decision = [&reports] {
     if (reports) std::exchange(reports, nullptr)->count_decision();
   };
-  const auto counting = [&](const auto& callback) -> decltype(callbacks.sum_updates) {
+  const auto counting = [&](const ApplyInputs::Change& callback) -> ApplyInputs::Change {
     if (!callback || !reports) return callback;
     return [&callback, &count_decision](const at::Tensor& given) {
       count_decision();
       return callback(given);
     };
   };
-  const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates),
-                                 callbacks.normalise};
+  ApplyInputs counted;
+  counted.sum_updates = counting(sum_updates);
+  counted.make_updates = counting(make_updates);
+  counted.normalise = normalise;
   Directions directions(rule, slots, chosen, counted, verdict);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});

@@ -40,24 +40,7 @@ at::Tensor new_verdict(const at::Device& device);
 // total; empty if nothing was measured.
 at::Tensor decide_on(const at::Device& device, const Tensors& totals, const DecideTensors& inputs);
 
-// What a step calls between its two halves.
-struct StepCallbacks {
-  // For LAMB. rows: float64 [n, 9], three statistics of each of n slots' updates (plan.h,
-  // NormInputs), zeros for a slot without a gradient. A slot may be a shard; returns the statistics
-  // of the whole tensors.
-  std::function<at::Tensor(const at::Tensor& rows)> sum_updates;
-  // For a rule with directions (Muon). directions: bfloat16 [elements of all slots], slot after
-  // slot, each in its weight's order in memory, zeros for a slot without a gradient. Returns the
-  // updates in the same places, in the same tensor or another.
-  std::function<at::Tensor(const at::Tensor& directions)> make_updates;
-  // Called after make_updates, for NorMuon: changes the updates in place. has_gradient: one for
-  // each slot.
-  std::function<void(const at::Tensor& updates, const at::Tensor& verdict,
-                     const std::vector<bool>& has_gradient)>
-      normalise = {};
-};
-
-// What a step of slots decides by, and what it calls.
+// What a step of slots decides by, and what it calls between its two halves.
 struct ApplyInputs {
   // Null if the verdict is decided already.
   const DecideTensors* decides = nullptr;
@@ -67,7 +50,21 @@ struct ApplyInputs {
   bool measures = false;
   // The masters' statistics; null if the step is to read the masters, for a rule that needs norms.
   Measurement* weights = nullptr;
-  StepCallbacks callbacks = {};
+
+  using Change = std::function<at::Tensor(const at::Tensor&)>;
+  // For LAMB. rows: float64 [n, 9], three statistics of each of n slots' updates (plan.h,
+  // NormInputs), zeros for a slot without a gradient. A slot may be a shard; returns the statistics
+  // of the whole tensors.
+  Change sum_updates = {};
+  // For a rule with directions (Muon). directions: bfloat16 [elements of all slots], slot after
+  // slot, each in its weight's order in memory, zeros for a slot without a gradient. Returns the
+  // updates in the same places, in the same tensor or another.
+  Change make_updates = {};
+  // Called after make_updates, for NorMuon: changes the updates in place. has_gradient: one for
+  // each slot.
+  std::function<void(const at::Tensor& updates, const at::Tensor& verdict,
+                     const std::vector<bool>& has_gradient)>
+      normalise = {};
 };
 
 // One step of a rule on every parameter that has a gradient; nothing is written on overflow. While

@@ -1,7 +1,7 @@
 #include <ATen/ops/tensor.h>
 
 #include "torch/device.h"
-#include "torch/step/stepper.h"
+#include "torch/step/steps.h"
 
 namespace amp_mp {
 namespace {

@@ -42,11 +42,6 @@ void refuse_borrowed(const py::iterable& params, const std::string& what, bool r
   }
 }
 
-void refuse_step(const py::list& groups) {
-  if (!Loan::is_any()) return;
-  for (const py::handle group : groups) refuse_borrowed(params_of(group), "step()");
-}
-
 void bind_loans(py::module_& m) {
   py::class_<Loan>(m, "Loan")
       .def(py::init([](const std::vector<py::object>& params) {

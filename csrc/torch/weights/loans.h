@@ -31,7 +31,4 @@ class Loan {
 // only reads them, which a block of masters() allows.
 void refuse_borrowed(const py::iterable& params, const std::string& what, bool reads = false);
 
-// The same for a step of these param_groups; free where nothing is borrowed.
-void refuse_step(const py::list& groups);
-
 }  // namespace amp_mp

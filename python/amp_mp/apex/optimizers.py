@@ -39,7 +39,7 @@ class UnscalingStepper(Stepper):
         """As Stepper's; gradients of a skipped step stay as they are."""
         inputs = super().run(optimizer)
         verdict = self.native.log.verdict
-        if inputs.scale is None or self.releases or verdict is None:
+        if inputs.scale is None or self.release or verdict is None:
             return inputs
         grads = gradients_of(params_in(optimizer.param_groups))
         for device, indices in by_device(grads).items():
@@ -129,7 +129,7 @@ class FusedAdam(ApexOptimizer, AdamW):
         | {"capturable": False, "master_weights": False}
     )
 
-    def _rule(self, groups: list[Group]) -> Rule:
+    def _rule_of(self, group: Group) -> Rule:
         return self._rules[self.adam_w_mode]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amp_mp.checkpoint.places import LOCAL, PLACES, Home, tables
 from amp_mp.checkpoint.processes import number_of_processes, run, this_rank
-from amp_mp.sharding.shards import like, local_of
+from amp_mp.sharding.shards import is_dtensor, like, local_of
 from amp_mp.torch_private import flatten_state_dict, unflatten_state_dict
 
 PREVIOUS = ".previous"  # what `save` adds to the name of the checkpoint that it is replacing
@@ -140,12 +140,15 @@ class Contents:
             elif not key.startswith(starts):
                 self.others.append(key)
 
-    def empty(self, key: str, device: torch.device | None = None) -> Tensor | None:
-        """A whole tensor to read into, or None for what is not a tensor."""
-        entry = self.tensors.get(key)
-        if entry is None:
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    def empty(
+        self, keys: Iterable[str], device: torch.device | None = None
+    ) -> dict[str, Tensor | None]:
+        """By key, a whole tensor to read into, or None for what is not a tensor."""
+        found: dict[str, Tensor | None] = dict.fromkeys(keys)
+        for key in found.keys() & self.tensors.keys():
+            entry = self.tensors[key]
+            found[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        return found
 
 
 def _read_places(path: Path) -> dict[str, list[Home | None]]:
@@ -224,9 +227,14 @@ def _states(key: str) -> list[tuple[str, str]]:
     return [(start, name) for start, name in found if name]
 
 
-def empty_like(value: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor to read into, in the file's dtype, split and placed as the value is."""
-    return like(torch.empty_like(local_of(value), dtype=dtype), value)
+def empty_like(value: Any, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """By name, a tensor to read into of each dtype, split and placed as the value is."""
+    sharded, found = is_dtensor(value), {}
+    local = local_of(value) if sharded else value
+    for name, dtype in dtypes.items():
+        own = torch.empty_like(local, dtype=dtype)
+        found[name] = like(own, value) if sharded else own
+    return found
 
 
 def with_structure(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:

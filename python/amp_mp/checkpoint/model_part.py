@@ -17,7 +17,7 @@ from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import low_bits
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
 from amp_mp.param_groups import params_in
-from amp_mp.sharding.shards import is_dtensor, like, local_of
+from amp_mp.sharding.shards import like, local_of, locals_of
 from amp_mp.torch_private import EXTRA_STATE, tree_map_only
 
 
@@ -58,7 +58,7 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
         if key not in contents.keys:
             continue
         if entry is None or key.endswith(EXTRA_STATE):
-            found[name] = contents.empty(key)
+            found[name] = contents.empty([key])[key]
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
         if shape != entry.size:
@@ -66,7 +66,7 @@ def template(contents: Contents, targets: dict[str, Any], strict: bool) -> dict[
                 f"{key!r} has shape {tuple(entry.size)} in the checkpoint, {shape} in the model; "
                 "nothing was loaded"
             )
-        found[name] = empty_like(value, entry.properties.dtype)
+        found |= empty_like(value, {name: entry.properties.dtype})
     return found
 
 
@@ -94,20 +94,24 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
     By name, for all weights but those that are the same bits in the file and in the parameter:
     float32 in both, or low-precision beside a master that the optimizer's load_state_dict reads.
     """
+    names = [name for name in reading.params if name in reading.weights]
+    weights = dict(zip(names, locals_of([reading.weights[n] for n in names]), strict=True))
+    read = [
+        (name, entry, value)
+        for name in names
+        for entry, value in reading.states[name].items()
+        if entry in MASTER_ENTRIES and value is not None
+    ]
+    masters: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for (name, entry, _), value in zip(read, locals_of([row[2] for row in read]), strict=True):
+        masters[name][entry] = _C.copy_as(value, MASTER_ENTRIES[entry], weights[name])
     found = {}
-    for name, param in reading.params.items():
-        if name not in reading.weights:
+    for name, weight in weights.items():
+        own, low = masters[name], weight.dtype in LOW_PRECISION
+        same = weight.dtype == reading.params[name].dtype
+        if same and (not low or (own and name in reading.names)):
             continue
-        weight = local_of(reading.weights[name])
-        masters = {
-            entry: _C.copy_as(local_of(value), MASTER_ENTRIES[entry], weight)
-            for entry, value in reading.states[name].items()
-            if entry in MASTER_ENTRIES and value is not None
-        }
-        low = weight.dtype in LOW_PRECISION
-        if weight.dtype == param.dtype and (not low or (masters and name in reading.names)):
-            continue
-        values = _C.master_values(weight, masters) if low else None
+        values = _C.master_values(weight, own) if low else None
         found[name] = weight.float() if values is None else values
     return found
 
@@ -123,6 +127,7 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
     every = named_params(model, every_name=True)
     names = plain_names(model)
     modules = {names[path]: m for path, m in model.named_modules(remove_duplicate=False)}
+    locals_here = dict(zip(targets, locals_of(targets.values()), strict=True))
     for name, value in weights.items():
         param = every.get(name)
         if name.endswith(EXTRA_STATE):
@@ -133,10 +138,11 @@ def load_weights(model: nn.Module, reading: Reading, undo: ExitStack) -> None:
         elif param is None or first[param] == name:  # a tied one is loaded by its first name
             same = value.dtype == targets[name].dtype
             source = value if same else reading.masters.get(name, value)
-            to, values = local_of(targets[name]), local_of(source)
+            to = locals_here[name]
+            values = source if to is targets[name] else local_of(source)
             undo.callback(to.copy_, to.clone())
             to.copy_(rounded(values, to.dtype) if to.dtype in LOW_PRECISION else values)
-            if is_dtensor(param):  # what was written is the memory below it
+            if to is not targets[name]:  # what was written is the memory below it
                 torch.autograd.graph.increment_version(every[name])
         weights[name] = None
 
@@ -183,8 +189,7 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
     takes its first step later, and drops those that it had.
     """
     for module in model.modules():
-        names = {n for n, p in module.named_parameters(recurse=False)}
-        low_bits.follow_replaced(module, names)
+        low_bits.follow_replaced(module, module._parameters)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
     stepped: set[Tensor] = set()
     if fused is not None:

@@ -96,13 +96,13 @@ def names_of_groups(params: dict[str, Tensor], optimizer: Any) -> list[list[str]
     names = {param: name for name, param in params.items()}
     found = []
     for number, group in enumerate(optimizer.param_groups):
-        for param, label in labelled(group, number):
-            if param not in names:
-                raise ValueError(
-                    f"{label}, of shape {tuple(param.shape)}, is "
-                    "none of the model's parameters; make the optimizer after the model was "
-                    "sharded, from model.parameters()"
-                )
+        if strangers := [param for param in group["params"] if param not in names]:
+            label = next(label for param, label in labelled(group, number) if param not in names)
+            raise ValueError(
+                f"{label}, of shape {tuple(strangers[0].shape)}, is none of the model's "
+                "parameters; make the optimizer after the model was sharded, from "
+                "model.parameters()"
+            )
         found.append([names[param] for param in group["params"]])
     return found
 
@@ -171,27 +171,35 @@ def template(
     Raises ValueError for codes in an unknown layout.
     """
     keys = contents.states.get(name, {})
-    if masters_alone:
-        keys = {entry: key for entry, key in keys.items() if entry in stored.MASTER_ENTRIES}
     shape, device = tuple(param.shape), local_of(param).device
     found: dict[str, Any] = {}
+    alike: dict[str, torch.dtype] = {}  # entries of the parameter's shape
+    in_bytes, wholes = [], {}  # of 16-bit integers; those that are read whole, with their keys
     for entry, key in keys.items():
+        if masters_alone and entry not in stored.MASTER_ENTRIES:
+            continue
         data = contents.tensors.get(key)
-        scales = contents.tensors.get(keys.get(stored.scale_name(entry), ""))
+        scales = contents.tensors.get(keys.get(f"{entry}{stored.SCALE}", ""))
         if data is None or entry in stored.CLOCK:
-            found[entry] = contents.empty(key, device)
+            wholes[entry] = key
         elif scales is not None:
             found |= _grouped(entry, data, scales, param)
         elif entry in found:  # the scales of codes
             continue
         elif data.size == shape:
-            found[entry] = empty_like(param, data.properties.dtype)
+            alike[entry] = data.properties.dtype
         elif data.size == (*shape, 2) and data.properties.dtype == torch.uint8:
-            found[entry] = stored.as_bytes(empty_like(param, torch.int16))
-        else:  # whole
-            found[entry] = contents.empty(key, device)
-    for entry, value in found.items():
-        if offloads and value is not None:
+            in_bytes.append(entry)
+        else:
+            wholes[entry] = key
+    found |= empty_like(param, {**alike, **dict.fromkeys(in_bytes, torch.int16)})
+    for entry in in_bytes:
+        found[entry] = stored.as_bytes(found[entry])
+    empty = contents.empty(wholes.values(), device)
+    for entry, key in wholes.items():
+        found[entry] = empty[key]
+    for entry, value in found.items() if offloads else ():
+        if value is not None:
             found[entry] = like(torch.empty_like(local_of(value), device="cpu"), value)
     return found
 
@@ -202,11 +210,11 @@ def _grouped(entry: str, data: Any, scales: Any, param: Tensor) -> dict[str, Ten
     data, scales: torch's metadata.
     """
     local = local_of(param)
-    second = stored.scale_name(entry)
+    second = f"{entry}{stored.SCALE}"
     kind, kind_of_scales = data.properties.dtype, scales.properties.dtype
     if scales.size == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
         own = local.new_empty(_C.scale_shape(param, local.shape), dtype=kind_of_scales)
-        return {entry: empty_like(param, kind), second: like(own, param, scales.size)}
+        return {**empty_like(param, {entry: kind}), second: like(own, param, scales.size)}
     row_major = _C.scale_shape(torch.empty(data.size, device="meta"))
     order = tuple(range(len(data.size)))
     if len(scales.size) == 1 and row_major != scales.size:

@@ -37,8 +37,11 @@ class Reading:
 
         places = [(self.others, key, key) for key in self.others]
         places += [(self.weights, name, f"{self.contents.model}{name}") for name in self.weights]
-        for name, state in self.states.items():
-            places += [(state, entry, self.contents.states[name][entry]) for entry in state]
+        places += [
+            (state, entry, self.contents.states[name][entry])
+            for name, state in self.states.items()
+            for entry in state
+        ]
         stored = self.contents.stored
         values = {stored[key]: owner[name] for owner, name, key in places}
         run(state_dict_loader.load, values, path, f"{path} could not be read; nothing was loaded")

@@ -191,7 +191,7 @@ def load(
         template = partial(optimizer_part.template, contents)
         states = {n: template(n, p, n not in names, p in away) for n, p in params.items()}
         others = [*contents.others, *(contents.groups if groups else ())]
-        rest = {key: contents.empty(key) for key in others}
+        rest = contents.empty(others)
         reading = Reading(contents, params, targets, groups, names, weights, states, rest)
     if strict:
         surplus, other_states = (set.intersection(*each) for each in zip(*told, strict=True))

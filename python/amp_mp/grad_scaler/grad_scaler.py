@@ -126,7 +126,7 @@ class GradScaler(torch.amp.GradScaler):
         # An eager unscale_ leaves its result at a fixed address, which a captured step reads.
         refuse_split("step", state["captured"] or captures, captures)
         own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
-        if own is None or "closure" in kwargs or stepper_of(own).releases:
+        if own is None or "closure" in kwargs or stepper_of(own).release:
             # unscale_ may have found it on another stream
             _C.used_on_current_stream(list(state["found_inf_per_device"].values()))
             begun = begin_momentum(optimizer)
@@ -186,9 +186,9 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         """Called by torch's step for optimizers that unscale themselves: one read, no write."""
         if isinstance(optimizer, FusedOptimizer):
-            attached = stepper_of(optimizer).attachment
-            if attached is not None and attached.releases and attached.scaler is not self:
-                raise RuntimeError("release=True: pass this scaler to attach, as scaler=scaler")
+            attached = stepper_of(optimizer).release
+            if attached is not None and attached.scaler is not self:
+                raise RuntimeError("pass this scaler to attach, as scaler=scaler")
             check_gradients(optimizer)
             totals = stepper_of(optimizer).totals()
         elif (read := self._read(optimizer)) is not None:
@@ -235,8 +235,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """One native read, one native write, whatever the dtype."""
-        if isinstance(optimizer, FusedOptimizer) and stepper_of(optimizer).releases:
-            attached = "the optimizer is attached with release=True and has stepped already"
+        if isinstance(optimizer, FusedOptimizer) and stepper_of(optimizer).release:
+            attached = "the optimizer is attached and has stepped already"
             raise RuntimeError(f"unscale_: {attached}; its max_grad_norm clips")
         read = self._read(optimizer)
         self._updates.is_read(inv_scale.device)
@@ -350,8 +350,8 @@ def check_gradients(optimizer: FusedOptimizer) -> None:
     if any(param.grad is not None for param in params_in(groups)) or any(named_groups(groups)):
         return
     stepper = stepper_of(optimizer)
-    if stepper.attachment is None or not stepper.attachment.has_released():
-        stepper.hooks.check_replaced(optimizer.param_groups)
+    if stepper.release is None or not stepper.release.has_released():
+        stepper.check_replaced()
         raise AssertionError(
             "No inf checks were recorded for this optimizer: none of its parameters has a "
             "gradient. Call scaler.scale(loss).backward() before scaler.step(optimizer)"

@@ -129,7 +129,7 @@ class Changes:
         _C.round_written_masters(own)
         for name, (owner, param) in present.items():
             known = self._watched.get(name)
-            if known is not None and is_dtensor(known.param) and not is_dtensor(param):
+            if known is not None and known.is_sharded and not is_dtensor(param):
                 raise RuntimeError(
                     f"{name} is a whole tensor at present, and was a shard: FSDP2 leaves it so "
                     "after a forward pass without a backward pass; call model.reshard() first"
@@ -166,6 +166,7 @@ class _Watched:
         if why := why_unusable(param):
             raise ValueError(f"{name} {why}")
         self.name, self.param, self.is_all = name, param, False
+        self.is_sharded = is_dtensor(param)
         self.dtype = param.dtype if param.dtype in LOW_PRECISION else dtype
         self.dtype = self.dtype if param.dtype in NATIVE else None
         self.notes: _C.WeightChanges | None = None
@@ -181,12 +182,13 @@ class _Watched:
 
     def local(self) -> Tensor:
         """The part on this process."""
-        return local_of(self.param).detach()
+        return (local_of(self.param) if self.is_sharded else self.param).detach()
 
     def fits(self, param: Tensor) -> bool:
         """Whether it watches this parameter as it is now."""
-        kind = (param.dtype, local_of(param).device)
-        same = self.param is param and self.shape == param.shape and self.kind == kind
+        if self.param is not param or self.shape != param.shape:
+            return False
+        same = self.kind == (param.dtype, self.local().device)
         return same and (self.notes is None or _C.changes_of(param) is self.notes)
 
     def numbers(self) -> Tensor:
@@ -239,7 +241,7 @@ def _add_up(parameters: Iterable[_Watched]) -> None:
     """Sums the weights of each parameter, in one pass a device, and reads the sums of the notes."""
     by_device: dict[torch.device, list[_Watched]] = {}
     for each in parameters:
-        by_device.setdefault(each.local().device, []).append(each)
+        by_device.setdefault(each.kind[1], []).append(each)
     for device, own in by_device.items():
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{own[0].name} is on {device}; amp_mp works on CPU and CUDA")

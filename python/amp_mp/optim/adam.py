@@ -6,7 +6,7 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Group, Rule, same_in_all_groups
+from amp_mp.optim.rule import Group, Rule, is_on
 
 ADAMH = Rule("adamh_")
 
@@ -57,18 +57,22 @@ class AdamW(FusedOptimizer):
         hyperball: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "cautious": cautious,
+            "hyperball": hyperball,
+        }
+        super().__init__(params, numbers, options)
 
-    def _rule(self, groups: list[Group]) -> Rule:
-        """With or without amsgrad, which must be the same in all groups (ValueError)."""
-        return self._rules[same_in_all_groups(groups, "amsgrad")]
-
-    def _group_rules(self) -> list[Rule]:
-        rules = [self._rule(self.param_groups)] * len(self.param_groups)
-        for index, group in enumerate(self.param_groups):
-            if group.get("hyperball") and ADAMH in self._rules:
-                rules[index] = ADAMH
-        return rules
+    def _rule_of(self, group: Group) -> Rule:
+        """On the sphere, with or without amsgrad."""
+        if is_on(group, "hyperball") and ADAMH in self._rules:
+            return ADAMH
+        return self._rules[is_on(group, "amsgrad")]
 
 
 class Adam(AdamW):
@@ -99,7 +103,14 @@ class Adam(AdamW):
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super(AdamW, self).__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        super(AdamW, self).__init__(params, numbers, options)
 
 
 class NAdam(FusedOptimizer):
@@ -139,7 +150,16 @@ class NAdam(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum_decay": momentum_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "cautious": cautious,
+        }
+        super().__init__(params, numbers, options)
 
 
 class RAdam(FusedOptimizer):
@@ -182,4 +202,12 @@ class RAdam(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "cautious": cautious,
+        }
+        super().__init__(params, numbers, options)

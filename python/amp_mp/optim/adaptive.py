@@ -6,7 +6,7 @@ from torch import Tensor
 
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Group, Rule, has_momentum, same_in_all_groups
+from amp_mp.optim.rule import Group, Rule, is_on
 
 
 class Adagrad(FusedOptimizer):
@@ -38,7 +38,14 @@ class Adagrad(FusedOptimizer):
         eps: float = 1e-10,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        super().__init__(params, numbers, options)
 
 
 class RMSprop(FusedOptimizer):
@@ -76,18 +83,39 @@ class RMSprop(FusedOptimizer):
         **options: Unpack[Options],
     ) -> None:
         if centered:
-            if options.get("square_avg") not in (None, "float32"):
-                found = options["square_avg"]
-                raise ValueError(f'square_avg must be "float32" if centered, found {found!r}')
-            options["square_avg"] = "float32"
-        super().__init__(params, locals(), options)
+            _keep_in_float32(options)
+        numbers = {
+            "lr": lr,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "centered": centered,
+        }
+        super().__init__(params, numbers, options)
 
-    def _rule(self, groups: list[Group]) -> Rule:
-        """Centered or not, which must be the same in all groups; with momentum if any group has."""
+    def _rule_of(self, group: Group) -> Rule:
+        """Centered, with momentum, or neither."""
         plain, with_momentum, centered = self._rules
-        if same_in_all_groups(groups, "centered"):
+        if is_on(group, "centered"):
             return centered
-        return with_momentum if has_momentum(groups) else plain
+        return with_momentum if group.get("momentum") else plain
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As every fused optimizer's; a centered group has float32 squares."""
+        if param_group.get("centered"):
+            _keep_in_float32(param_group)
+        super().add_param_group(param_group)
+
+
+def _keep_in_float32(given: Any) -> None:
+    """Has the squares of a centered RMSprop stored in float32; ValueError where asked otherwise.
+
+    given: options, or a param_group.
+    """
+    if (found := given.get("square_avg")) not in (None, "float32"):
+        raise ValueError(f'square_avg must be "float32" if centered, found {found!r}')
+    given["square_avg"] = "float32"
 
 
 class Adadelta(FusedOptimizer):
@@ -121,7 +149,8 @@ class Adadelta(FusedOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, numbers, options)
 
 
 class Adamax(FusedOptimizer):
@@ -152,7 +181,8 @@ class Adamax(FusedOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, numbers, options)
 
 
 class Lion(FusedOptimizer):
@@ -185,4 +215,5 @@ class Lion(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "cautious": cautious}
+        super().__init__(params, numbers, options)

@@ -14,8 +14,7 @@ from torch.optim.optimizer import required
 
 from amp_mp import _C
 from amp_mp.callers import lightning_asks
-from amp_mp.optim.backward.attachment import Attachment, Scaler
-from amp_mp.optim.backward.release import attach
+from amp_mp.optim.backward.release import Release, Scaler, attach
 from amp_mp.optim.options import (
     SHARED,
     FullSignature,
@@ -23,6 +22,7 @@ from amp_mp.optim.options import (
     check_group,
     check_keys,
     check_options,
+    check_scatter,
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.edit_blocks import edit_masters
@@ -31,7 +31,6 @@ from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
 from amp_mp.optim.step.params import (
     drop_repeats,
-    refuse_param,
     refuse_sphere,
     refuse_zero,
 )
@@ -52,8 +51,6 @@ PICKLED = (
     "_own_defaults",
     "_chosen",
 )
-# What the locals() of an optimizer's __init__ have besides the numbers of its rule.
-NO_NUMBERS = ("self", "__class__", "params", "options")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -72,13 +69,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, numbers: Mapping[str, Any], options: Options) -> None:
         """Raises TypeError or ValueError naming the argument.
 
-        numbers: the rule's own: a dict, or the locals() of the class's __init__. options: the
-        arguments that all fused optimizers take, and how single states are stored.
+        numbers: the rule's own, by name. options: the arguments that all fused optimizers take, and
+        how single states are stored.
         """
-        defaults = {name: value for name, value in numbers.items() if name not in NO_NUMBERS}
         kinds = _C.kinds_of(self._rules)
         check_options(type(self).__name__, choosable_states(self._rules), options)
-        check_group({n: x for n, x in {**defaults, **options}.items() if x is not required})
+        check_group({n: x for n, x in {**numbers, **options}.items() if x is not required})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
         self.skip_norm_above = options.get("skip_norm_above")
@@ -90,7 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
         shared = {"maximize": False, "rounding": "nearest", "seed": 0, "offload": None}
-        defaults = {**defaults, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
+        defaults = {**numbers, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
         if process_groups:
             defaults["process_groups"] = process_groups
         if isinstance(self.skip_norm_above, NormSpike):
@@ -105,25 +101,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         if cls.__doc__:
             cls.__doc__ = f"{cls.__doc__.rstrip()}\n{SHARED}"
 
-    def _rule(self, groups: list[Group]) -> Rule:
-        """The rule for these param_groups; the class's first by default."""
+    def _rule_of(self, group: Group) -> Rule:
+        """The rule of a param_group, also one of a file; the class's first by default."""
         return self._rules[0]
-
-    def _group_rules(self) -> list[Rule]:
-        return [self._rule(self.param_groups)] * len(self.param_groups)
-
-    @classmethod
-    def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        """The rules that a param_group, also one of a file, may have."""
-        return cls._rules
 
     def _own_keys(self) -> frozenset[str]:
         """The entries of param_groups that are the optimizer's; no step reads a script's own."""
         return frozenset(self._own_defaults)
 
     def _make_stepper(self) -> None:
-        rules = self._rules, self._rules_of, type(self)._group_rules
-        self._stepper = self._stepper_class(self, *rules, self._own_keys())
+        self._stepper = self._stepper_class(self, self._rules, self._own_keys())
 
     def _complete(self, group: Group) -> None:
         """Gives a param_group the numbers and formats that it lacks."""
@@ -184,7 +171,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Existing state stays. Raises what a first step raises: TypeError or ValueError naming the
         parameter, RuntimeError in torch.inference_mode or while a CUDA graph is captured.
         """
-        _C.init_states(self._group_rules(), self.param_groups, self.state)
+        _C.init_states(self._stepper.group_rules(), self.param_groups, self.state)
 
     def masters(self, params: Any = None) -> AbstractContextManager[Any]:
         """Float32 masters, to be read and written in a `with` block: docs/between_steps.md.
@@ -201,36 +188,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         in inference mode, AveragedModel.swap and another block with the parameter, for a step in
         the block, and at its end for a parameter that was written itself.
         """
-        return edit_masters(params, self._group_rules(), self.param_groups, self.state)
+        return edit_masters(params, self._stepper.group_rules(), self.param_groups, self.state)
 
     def attach(
         self,
         model: nn.Module,
         *,
-        release: bool = False,
-        measure: bool = False,
         scaler: Scaler | None = None,
         clip: str = "parameter",
-    ) -> Attachment:
-        """Makes the optimizer work during the backward pass: docs/accumulation.md.
+    ) -> Release:
+        """Steps each parameter as soon as its gradient is complete: docs/accumulation.md.
+
+        The gradient is then freed (DistributedDataParallel keeps it). Every backward steps, but
+        those with reentrant checkpoints, whose gradients wait for `step`; else `step` only ends
+        the iteration.
 
         Args:
             model: the module whose parameters are handled as soon as their gradients are complete
                 (under DistributedDataParallel: averaged). `step` handles the optimizer's others.
-            release: step each parameter right then and free its gradient (DistributedDataParallel
-                keeps it). Every backward steps, but those with reentrant checkpoints, whose
-                gradients wait for `step`; else `step` only ends the iteration.
-            measure: read each gradient while it is in the cache. Either this or release is True.
-            scaler: the amp_mp.GradScaler of the losses; with release only.
-            clip: how max_grad_norm clips with release, where the norm of all gradients is known too
-                late: each gradient by its own norm ("parameter"), or by the norm of the last step
+            scaler: the amp_mp.GradScaler of the losses. Default None.
+            clip: how max_grad_norm clips, as the norm of all gradients is known too late: each
+                gradient by its own norm ("parameter", the default), or by the norm of the last step
                 without overflow ("previous", at first as "parameter").
 
-        Returns the attachment; `remove()` or the end of a `with` block ends it.
+        Returns what ends it, by `remove()` or as a `with` block.
         Raises ValueError or TypeError naming the argument, RuntimeError if attached already.
         """
-        made = attach(self._stepper, model, release, measure, scaler, clip)
-        self._stepper.attachment = made
+        self._stepper.release = made = attach(self._stepper, model, scaler, clip)
         return made
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -242,21 +226,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         parameter that is in a group twice gets torch's warning; it is kept once, and stepped
         once, where torch steps twice.
         """
+        brought = param_group.keys() - {"params", "param_names"}
         check_keys(param_group, self._own_defaults, self)
         resolve_group(param_group, self._chosen, _C.kinds_of(self._rules))
         super().add_param_group(param_group)
         drop_repeats(param_group)
         number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:  # the others were checked when they were added: one look at each parameter
-            check_group(group)
+            if brought:  # the defaults are checked
+                check_group(group)
+            check_scatter(group)
             self._complete(group)
-            self._rule([self.param_groups[0], group])  # raises where groups differ that must not
-            for param, label in labelled(group, number):
-                if param.requires_grad or param.is_meta:  # frozen ones may have any dtype
-                    refuse_param(param, label)
-                if (directions := self._rules_of(group)[0].directions) is not None:
+            _C.refuse_params(group, number)
+            directions = self._rule_of(group).directions
+            is_on_sphere = "hyperball" in self._own_defaults and group["hyperball"]
+            for param, label in labelled(group, number) if directions or is_on_sphere else ():
+                if directions is not None:
                     directions.refuse(group, param, label)
-                if "hyperball" in self._own_defaults and group["hyperball"]:
+                if is_on_sphere:
                     refuse_sphere(param, label, param.requires_grad)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -310,7 +297,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         amp_mp.float32_state_dict.
         """
         own = {*self._chosen, "rounding", "seed", "offload"}
-        return torch_state_dict(self, self._group_rules(), own)
+        return torch_state_dict(self, self._stepper.group_rules(), own)
 
     def last_report(self, wait: bool = False) -> StepReport | None:
         """What the last step did, None before it; and how many steps were skipped for what.
@@ -323,7 +310,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step (with release=True, any parameter) was skipped; waits for it."""
+        """Whether the last step (with attach, any parameter) was skipped; waits for it."""
         report = self.last_report(wait=True)
         return report is not None and report.skipped
 

@@ -45,7 +45,15 @@ class LAMB(FusedOptimizer):
         cautious: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "always_adapt": always_adapt,
+            "cautious": cautious,
+        }
+        super().__init__(params, numbers, options)
 
 
 class NovoGrad(FusedOptimizer):
@@ -83,4 +91,13 @@ class NovoGrad(FusedOptimizer):
         reg_inside_moment: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "bias_correction": bias_correction,
+            "reg_inside_moment": reg_inside_moment,
+        }
+        super().__init__(params, numbers, options)

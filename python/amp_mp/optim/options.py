@@ -135,42 +135,64 @@ def check_group(group: Mapping[str, Any]) -> None:
     Numbers are int, float, Decimal or NumPy's, arrays without dimensions among them; lr and others
     may also be a tensor of one element.
     """
-    betas = group.get("betas", (0.0, 0.0))
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers, found {betas!r}")
-    given = {**group, "betas[0]": betas[0], "betas[1]": betas[1]}
+    given = with_betas(group)
     for name, allowed in ALLOWED.items():
         if name in given:
             _check_allowed(name, given[name], allowed)
+    _refuse_contradictions(group)
+    check_muon(group)
+    check_choices(group)
+    history = group.get("norm_history", ())
+    if "norm_history" in group and (not isinstance(history, tuple | list) or len(history) != 4):
+        raise ValueError(f"norm_history must be four numbers, found {history!r}")
+    for value in history:
+        _check_number("norm_history", value)
+    seed = group.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+
+
+def with_betas(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with each of its betas as an entry, too; ValueError where they are not two."""
+    if "betas" not in group:
+        return dict(group)
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, found {betas!r}")
+    return {**group, "betas[0]": betas[0], "betas[1]": betas[1]}
+
+
+def _refuse_contradictions(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for two entries that cannot both be."""
     if group.get("cautious") and not group.get("decoupled_weight_decay", True):
         raise ValueError("cautious is for decoupled weight decay; set decoupled_weight_decay=True")
     for name in ("amsgrad", "cautious") if group.get("hyperball") else ():
         if group.get(name):
             raise ValueError(f"hyperball goes without {name}; set one of them to False")
-    decays = {name: float(given.get(name, 0.0)) for name in ("betas[1]", "alpha", "rho")}
-    name = max(decays, key=lambda each: decays[each])
-    squares = map(group.get, ("exp_avg_sq", "square_avg", "acc_delta"))
-    if (decay := decays[name]) > 0.99 and "params" in group and "log8" in squares:
-        found = f'squares stored as "log8" (memory="micro") and averaged with {name}={decay:g}'
-        if decay >= 0.9999:
-            raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
-        warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
-    history = group.get("norm_history", (0.0,) * 4)
-    if not isinstance(history, tuple | list) or len(history) != 4:
-        raise ValueError(f"norm_history must be four numbers, found {history!r}")
-    for value in history:
-        _check_number("norm_history", value)
-    check_muon(group)
     dampens = group.get("nesterov") and "dampening" in group  # Muon's groups have none
     if dampens and (group.get("momentum", 1) <= 0 or group["dampening"] != 0):
         raise ValueError(
             "nesterov needs momentum > 0 and dampening = 0, "
             f"found {group['momentum']!r} and {group['dampening']!r}"
         )
-    check_choices(group)
-    seed = group.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be a whole number of [0, 2^64), found {seed!r}")
+
+
+def check_scatter(group: Mapping[str, Any]) -> None:
+    """Warns where squares are averaged too slowly for log8, whose steps round at random.
+
+    ValueError where they would stand still.
+    """
+    if "log8" not in map(group.get, ("exp_avg_sq", "square_avg", "acc_delta")):
+        return
+    given = with_betas(group)
+    decays = {name: float(given.get(name, 0.0)) for name in ("betas[1]", "alpha", "rho")}
+    decay, name = max((decay, name) for name, decay in decays.items())
+    if decay <= 0.99:
+        return
+    found = f'squares stored as "log8" (memory="micro") and averaged with {name}={decay:g}'
+    if decay >= 0.9999:
+        raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
+    warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
 
 
 def check_choices(group: Mapping[str, Any]) -> None:
@@ -243,7 +265,7 @@ def _check_number(name: str, value: Any) -> None:
         if value.numel() != 1 or value.is_meta or value.is_complex():
             found = f"shape {tuple(value.shape)}, {value.dtype} on {value.device}"
             raise ValueError(f"{name} must be a number or a tensor of one element, found {found}")
-    elif not _is_number(value):
+    elif type(value) is not float and not _is_number(value):
         raise ValueError(f"{name} must be a number, found {value!r}")
 
 
@@ -269,7 +291,8 @@ def as_python(value: Any) -> Any:
 class FullSignature:
     """An optimizer class's signature, with the shared arguments in place of **options.
 
-    Made when it is asked for: for all classes that would be a fifth of amp_mp's import.
+    They are written once, in Options and SHARED, for all classes; help() and editors show them with
+    each. Made when it is asked for: for all classes that would be a fifth of amp_mp's import.
     """
 
     def __get__(self, _: object, kind: Any) -> Signature:

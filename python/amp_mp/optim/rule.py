@@ -4,7 +4,7 @@ The step, the state, the checkpoints and gradient release read the rule in force
 the class. csrc/core/rules declares what a rule keeps and reads.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -33,55 +33,48 @@ class Directions(NamedTuple):
     check: Callable[[Group], None]
     refuse: Callable[[Group, Tensor, str], None]
     shape_of: Callable[[Group, Tensor], Shape]
-    numbers: Callable[[Group, Shape], dict[str, Any]]
+    numbers: Callable[[Group, Shape], dict[str, float]]
     make: Callable[[Sequence[tuple[Tensor, Group]]], MakeUpdates]
 
 
-class Rule(NamedTuple):
+class Rule(_C.Rule):
     """An update rule: csrc/core/rules.h has its operator's name, csrc/core/rules what it declares.
 
-    directions: for a rule that takes two passes. row_state: the state that has a float32 number for
-    each row of the parameter's matrices; the native step knows nothing of them.
+    directions: for a rule that takes two passes, else None.
     """
 
-    operator: str
-    directions: Directions | None = None
-    row_state: str | None = None
+    def __init__(
+        self, operator: str, directions: Directions | None = None, row_state: str | None = None
+    ) -> None:
+        """ValueError for a name that no operator has.
+
+        row_state: the state that has a float32 number for each row of the parameter's matrices.
+        """
+        options = () if directions is None else directions.options
+        super().__init__(operator, row_state=row_state, options=options)
+        self.operator, self.directions = operator, directions
 
     @property
     def names(self) -> tuple[str, ...]:
         """The states' names, torch's, in the operator's order."""
-        return tuple(_C.kinds_of([self]))
+        return tuple(self.kinds)
 
-    @property
-    def is_layerwise(self) -> bool:
-        """Whether a step depends on norms of whole tensors."""
-        return _C.is_layerwise(self)
+    def __repr__(self) -> str:
+        return f"Rule({self.operator!r})"
 
 
 NO_STATES = Rule("plain_sgd_")
 
 
-def choosable_states(rules: Iterable[Rule]) -> tuple[str, ...]:
+def is_on(group: Group, name: str) -> bool:
+    """Whether a setting that chooses the rule is on; ValueError, by name, where it is no flag."""
+    value = group.get(name)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} must be True or False, found {value!r}")
+    return bool(value)
+
+
+def choosable_states(rules: Sequence[Rule]) -> tuple[str, ...]:
     """The names of the states whose format may be chosen."""
     kinds = _C.kinds_of(rules)
     return tuple(name for name in kinds if kinds[name] not in ("exact", "row"))
-
-
-def same_in_all_groups(groups: list[Group], name: str) -> bool:
-    """The truth value of a setting that chooses the rule, and so has to be equal in all groups.
-
-    Raises ValueError naming the setting where groups differ.
-    """
-    for group in groups:
-        if isinstance(group[name], Tensor) and group[name].numel() != 1:
-            raise ValueError(f"{name} must be True or False, found {group[name]!r}")
-    values = {bool(group[name]) for group in groups}
-    if len(values) > 1:
-        raise ValueError(f"{name} must be the same in all param_groups, found both")
-    return values == {True}
-
-
-def has_momentum(groups: list[Group]) -> bool:
-    """Whether any group has momentum."""
-    return any(group["momentum"] != 0 for group in groups)

@@ -7,7 +7,7 @@ from torch import Tensor
 from amp_mp.dtypes import check_choice
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.options import Options
-from amp_mp.optim.rule import Group, Rule, has_momentum
+from amp_mp.optim.rule import Group, Rule
 
 
 class SGD(FusedOptimizer):
@@ -54,13 +54,19 @@ class SGD(FusedOptimizer):
         if momentum_form == "scaled" and dampening != 0:
             raise ValueError(f'momentum_form="scaled" has no dampening, found {dampening=!r}')
         self.momentum_form = momentum_form
-        del momentum_form  # no number of a param_group
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, numbers, options)
 
-    def _rule(self, groups: list[Group]) -> Rule:
-        """With a momentum buffer if any group has momentum, in the form of momentum_form."""
+    def _rule_of(self, group: Group) -> Rule:
+        """With a momentum buffer if the group has momentum, in the form of momentum_form."""
         plain, unscaled, scaled = self._rules
-        if not has_momentum(groups):
+        if not group.get("momentum"):
             return plain
         return unscaled if self.momentum_form == "unscaled" else scaled
 
@@ -116,4 +122,14 @@ class LARS(FusedOptimizer):
         eps: float = 1e-8,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, locals(), options)
+        numbers = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "clip": clip,
+            "eps": eps,
+        }
+        super().__init__(params, numbers, options)

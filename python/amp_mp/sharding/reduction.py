@@ -312,7 +312,7 @@ class WholeStatistics:
             "average their gradients before the step"
         )
 
-    # For the buckets of a native step, which calls these (csrc/torch/step/stepper.cpp).
+    # For the buckets of a native step, which calls these (csrc/torch/step/steps.cpp).
 
     def refuse_stock_scaler(self) -> None:
         """Raises RuntimeError where torch's GradScaler would not see an overflow on all processes.

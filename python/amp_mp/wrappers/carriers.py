@@ -427,8 +427,8 @@ def model_groups(carriers: Iterable[Carrier]) -> list[dict[str, Any]]:
 
 def refuse_release(optimizer: Any, function: str) -> None:
     """Raises ValueError for an optimizer whose gradients are stepped and freed during backward."""
-    if isinstance(optimizer, FusedOptimizer) and stepper_of(optimizer).releases:
+    if isinstance(optimizer, FusedOptimizer) and stepper_of(optimizer).release:
         raise ValueError(
-            f"{function}: an optimizer attached with release=True steps during backward, with "
+            f"{function}: an optimizer with attach steps during backward, with "
             "gradients that are still scaled; attach it with scaler=amp_mp.GradScaler()"
         )

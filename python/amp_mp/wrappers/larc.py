@@ -128,7 +128,7 @@ def _refuse_too_late(optimizer: Optimizer) -> None:
             "optimizer has max_grad_norm, and would clip what LARC has scaled: leave it out and "
             "call torch.nn.utils.clip_grad_norm_ before step()"
         )
-    if stepper_of(optimizer).attachment is not None:
+    if stepper_of(optimizer).release is not None:
         raise ValueError(
             "optimizer is attached to the backward pass, in which LARC has no part: remove() the "
             "attachment, or use amp.optim.LARS(clip=True)"

@@ -86,7 +86,7 @@ class SkippedSteps:
                     aside.append((param, param.grad))
                     param.grad = None
             if aside and isinstance(optimizer, FusedOptimizer):
-                stepper_of(optimizer).hooks.replaced.note_gradient()
+                stepper_of(optimizer).replaced.note_gradient()
 
         def after(*_: Any) -> None:
             self.remove(optimizer)

@@ -49,7 +49,7 @@ def test_released_gradients_make_the_ordinary_step_bit_for_bit(
         optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
         optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         for step in range(4):
             train(net, optimizer, 1, step)
             schedule.step()
@@ -70,7 +70,7 @@ def test_every_rule_steps_the_same_released(device: str, name: str) -> None:
         groups[1]["lr"] = 0.003  # the numbers of a parameter's own group count
         optimizer = kind(groups, lr=0.01, **arguments)
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         train(net, optimizer, 3)
         found.append(state_of(net, optimizer))
         norms.append(optimizer.grad_norm)
@@ -85,7 +85,7 @@ def test_cached_casts_are_written_by_released_steps(apex: str) -> None:
         net = model(apex)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.1)
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         train(net, optimizer, 3)
         found.append(raw_bytes([list(net.parameters()), loss_of(net, 9)]))
     assert found[0] == found[1]
@@ -97,7 +97,7 @@ def test_a_closure_runs_and_its_backward_steps(device: str) -> None:
         net = model(device)
         optimizer = amp.optim.SGD(net.parameters(), lr=0.1)
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
 
         def closure(net: nn.Module = net) -> Tensor:
             loss = loss_of(net, 0)
@@ -109,11 +109,10 @@ def test_a_closure_runs_and_its_backward_steps(device: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.filterwarnings("ignore:amp_mp. release=True steps and frees nothing")
+@pytest.mark.filterwarnings("ignore:amp_mp. gradient release steps and frees nothing")
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("mode", ["release", "measure"])
 def test_checkpointed_modules_are_recomputed_before_their_parameters_move(
-    device: str, mode: str, reentrant: bool
+    device: str, reentrant: bool
 ) -> None:
     found = []
     for attached in (True, False):
@@ -122,7 +121,7 @@ def test_checkpointed_modules_are_recomputed_before_their_parameters_move(
         net.to(device)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, check_overflow=True)
         if attached:
-            optimizer.attach(net, **{mode: True})
+            optimizer.attach(net)
         for _ in range(2):
             x = torch.ones(4, 16, device=device, requires_grad=True)
             for block in net:
@@ -138,7 +137,7 @@ def test_every_backward_steps(device: str) -> None:
     net, twin = model(device), model(device)
     optimizer = amp.optim.SGD(net.parameters(), lr=0.1, check_overflow=True)
     ordinary = amp.optim.SGD(twin.parameters(), lr=0.1, check_overflow=True)
-    optimizer.attach(net, release=True)
+    optimizer.attach(net)
     squares = 0.0
     for step in range(2):
         loss_of(net, step).backward()
@@ -171,7 +170,7 @@ def test_there_is_never_more_than_one_gradient(device: str, measures: bool) -> N
     for param in params:
         param.register_post_accumulate_grad_hook(count)  # before the optimizer's
     optimizer = amp.optim.AdamW(params, check_overflow=measures)
-    optimizer.attach(net, release=True)
+    optimizer.attach(net)
     for _ in range(2):
         net(torch.ones(4, 32, device=device)).sum().backward()
         assert all(p.grad is None for p in params)
@@ -193,7 +192,7 @@ def test_parameters_of_no_hook_are_stepped_at_the_end(device: str) -> None:
         net.norm.weight.requires_grad_(False)
         optimizer = amp.optim.AdamW([*net.parameters(), outside], lr=0.01, check_overflow=True)
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         for step in range(4):
             if step == 1:
                 net.norm.weight.requires_grad_(True)
@@ -215,7 +214,7 @@ def test_a_parameter_taken_out_of_its_group_is_left_alone(device: str) -> None:
         net = model(device, LOW)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, memory="lean")
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         train(net, optimizer, 1)
         left = optimizer.param_groups[0]["params"].pop(0)
         optimizer.state.pop(left)
@@ -229,7 +228,7 @@ def test_a_resumed_run_equals_an_unbroken_one(device: str) -> None:
     def start() -> tuple[nn.Module, amp.optim.AdamW]:
         net = model(device, LOW)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, memory="tiny")
-        optimizer.attach(net, release=True)
+        optimizer.attach(net)
         return net, optimizer
 
     net, optimizer = start()
@@ -250,7 +249,7 @@ def test_state_put_in_by_hand_is_used(device: str) -> None:
         net = model(device, LOW)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01)
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         train(net, optimizer, 1)
         state = optimizer.state[net.last.weight]
         state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
@@ -259,16 +258,15 @@ def test_state_put_in_by_hand_is_used(device: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("mode", ["release", "measure"])
-def test_removed_it_is_the_ordinary_optimizer(device: str, mode: str) -> None:
+def test_removed_it_is_the_ordinary_optimizer(device: str) -> None:
     found = []
     for attached in (True, False):
         net = model(device)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01)
         if attached:
-            with optimizer.attach(net, **{mode: True}):
+            with optimizer.attach(net):
                 train(net, optimizer, 1)
-            attachment = optimizer.attach(net, **{mode: True})
+            attachment = optimizer.attach(net)
             attachment.remove()
             attachment.remove()
         else:
@@ -281,11 +279,10 @@ def test_removed_it_is_the_ordinary_optimizer(device: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-@pytest.mark.parametrize("mode", ["release", "measure"])
-def test_copies_of_an_attached_optimizer_are_not_attached(device: str, mode: str, how: str) -> None:
+def test_copies_of_an_attached_optimizer_are_not_attached(device: str, how: str) -> None:
     net = model(device)
     optimizer = amp.optim.AdamW(net.parameters(), lr=0.01)
-    optimizer.attach(net, **{mode: True})
+    optimizer.attach(net)
     train(net, optimizer, 1)
     if how == "deepcopy":
         twin, copied = copy.deepcopy((net, optimizer))
@@ -297,7 +294,7 @@ def test_copies_of_an_attached_optimizer_are_not_attached(device: str, mode: str
     loss_of(twin, 1).backward()
     assert all(p.grad is not None for p in twin.parameters())
     copied.step()
-    copied.attach(twin, **{mode: True})
+    copied.attach(twin)
     train(net, optimizer, 1, first=1)
     assert state_of(twin, copied) == state_of(net, optimizer)
 
@@ -305,7 +302,7 @@ def test_copies_of_an_attached_optimizer_are_not_attached(device: str, mode: str
 def test_a_model_keeps_no_optimizer_alive(device: str) -> None:
     net = model(device)
     optimizer = amp.optim.AdamW(net.parameters())
-    optimizer.attach(net, release=True)
+    optimizer.attach(net)
     ref = weakref.ref(optimizer)
     del optimizer
     gc.collect()
@@ -346,12 +343,12 @@ def train_replicas() -> list[Any]:
         plain = amp.optim.SGD(rest, lr=0.01, momentum=0.9)
         if release:
             for optimizer in (lean, plain):  # both on the one hook that there can be
-                optimizer.attach(net, release=True, scaler=scaler)
+                optimizer.attach(net, scaler=scaler)
         for step in range(3):
             if release and step == 2:  # removed, the hook is what DDP does without
-                stepper_of(plain).attachment.remove()
-                stepper_of(lean).attachment.remove()
-                lean.attach(net, release=True, scaler=scaler)
+                stepper_of(plain).release.remove()
+                stepper_of(lean).release.remove()
+                lean.attach(net, scaler=scaler)
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(9 * step + rank))
             if step == 1:  # gradients of two backwards, averaged with the second
                 with net.no_sync():
@@ -374,27 +371,25 @@ def train_replicas() -> list[Any]:
                                 lean.state_dict(), plain.state_dict()]))  # fmt: skip
     sparse = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
     optimizer = amp.optim.SGD(sparse.named_parameters(), lr=0.1)
-    optimizer.attach(sparse, release=True)
+    optimizer.attach(sparse)
     with pytest.raises(RuntimeError, match=r"module\.weight.*Sparse"):
         sparse(torch.tensor([1])).sum().backward()
     unused = DistributedDataParallel(Tied(), static_graph=True)
     optimizer = amp.optim.SGD(unused.named_parameters(), lr=0.1)
-    optimizer.attach(unused, release=True)
+    optimizer.attach(unused)
     with pytest.raises(RuntimeError, match=r"module\.last\.weight.*no part in this backward"):
         unused(torch.ones(4, 64), True).square().sum().backward()
     wrong = DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
     optimizer = amp.optim.SGD(wrong.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="find_unused_parameters"):
-        optimizer.attach(wrong, release=True)
+        optimizer.attach(wrong)
     hooked = DistributedDataParallel(nn.Linear(2, 2))
     hooked.register_comm_hook(None, lambda state, bucket: None)
     optimizer = amp.optim.SGD(hooked.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="communication hook of its own"):
-        optimizer.attach(hooked, release=True)
-    with pytest.raises(ValueError, match="measure=True"):
-        optimizer.attach(hooked, measure=True)
+        optimizer.attach(hooked)
     with pytest.raises(ValueError, match="holds a DistributedDataParallel"):
-        optimizer.attach(nn.Sequential(hooked), release=True)
+        optimizer.attach(nn.Sequential(hooked))
     return saved
 
 

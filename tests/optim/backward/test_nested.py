@@ -49,7 +49,7 @@ def test_a_cell_under_several_reentrant_checkpoints_is_stepped_once(
         net = amp.prepare(Recurrent(outside).to(device), LOW)
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01, check_overflow=True)
         if release:
-            optimizer.attach(net, release=True)
+            optimizer.attach(net)
         norms = []
         for step in range(3):
             loss = net(noise(step, device, LOW)).float().square().mean()
@@ -66,7 +66,7 @@ def test_a_cell_under_several_reentrant_checkpoints_is_stepped_once(
     assert found[0] == found[1]
 
 
-@pytest.mark.filterwarnings("ignore:amp_mp. release=True steps and frees nothing")
+@pytest.mark.filterwarnings("ignore:amp_mp. gradient release steps and frees nothing")
 def test_a_scaler_and_gradients_of_two_backwards(device: str) -> None:
     """Gradients that wait add up, as without attach."""
     found = []
@@ -75,7 +75,7 @@ def test_a_scaler_and_gradients_of_two_backwards(device: str) -> None:
         optimizer = amp.optim.AdamW(net.parameters(), lr=0.01)
         scaler = amp.GradScaler(device, init_scale=SCALE)
         if release:
-            optimizer.attach(net, release=True, scaler=scaler)
+            optimizer.attach(net, scaler=scaler)
         for step in range(2):
             for part in range(2):
                 loss = net(noise(2 * step + part, device, LOW)).float().square().mean()
@@ -87,13 +87,13 @@ def test_a_scaler_and_gradients_of_two_backwards(device: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.filterwarnings("ignore:amp_mp. release=True steps and frees nothing")
+@pytest.mark.filterwarnings("ignore:amp_mp. gradient release steps and frees nothing")
 def test_what_waits_depends_on_the_backward_pass(device: str) -> None:
     """One that raises leaves nothing that steps later; one without nested ones frees again."""
     net, twin = Recurrent().to(device), Recurrent().to(device)
     optimizer = amp.optim.AdamW(net.parameters(), lr=0.01)
     ordinary = amp.optim.AdamW(twin.parameters(), lr=0.01)
-    optimizer.attach(net, release=True)
+    optimizer.attach(net)
     before = state_of(net, optimizer)
 
     def fail(_: Tensor) -> None:
@@ -146,7 +146,7 @@ class Hidden(Recomputed):
         return Recomputed.__dict__["backward"](ctx, grad)
 
 
-@pytest.mark.filterwarnings("ignore:amp_mp. release=True steps and frees nothing")
+@pytest.mark.filterwarnings("ignore:amp_mp. gradient release steps and frees nothing")
 @pytest.mark.parametrize("kind", [Recomputed, Hidden])
 def test_checkpoints_of_a_scripts_own(device: str, kind: Any) -> None:
     """Waited for, or, where nothing shows them, refused by the parameter's name."""
@@ -155,7 +155,7 @@ def test_checkpoints_of_a_scripts_own(device: str, kind: Any) -> None:
     twin = copy.deepcopy(cell)
     optimizer = amp.optim.SGD(cell.named_parameters(), lr=0.1)
     ordinary = amp.optim.SGD(twin.parameters(), lr=0.1)
-    optimizer.attach(cell, release=True)
+    optimizer.attach(cell)
 
     def loss_of(net: nn.Module) -> Tensor:
         return net(kind.apply(net, noise(0, device))).square().sum()

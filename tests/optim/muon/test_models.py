@@ -341,7 +341,7 @@ def test_gradients_can_be_released(device: str, clip: str | None) -> None:
     norm = None if clip is None else 1e9  # never clips
     one = amp.optim.Muon(model, lr=0.02, max_grad_norm=norm)
     two = amp.optim.Muon(twin, lr=0.02, max_grad_norm=norm)
-    with one.attach(model, release=True, clip=clip or "parameter"):
+    with one.attach(model, clip=clip or "parameter"):
         for step in range(3):
             loss_of(model, step).backward()
             assert all(p.grad is None for p in model.parameters())

@@ -227,9 +227,9 @@ def test_gradient_release_goes_on_from_what_was_written(device: str) -> None:
     model = a_model(device)
     optimizer = amp.optim.SGD(model.parameters(), lr=0.5)
     x = torch.ones(2, 32, device=device, dtype=BF16)
-    with optimizer.attach(model, release=True):
+    with optimizer.attach(model):
         model(x).float().sum().backward()
-        with pytest.raises(RuntimeError, match=r"release=True\) inside of a block of masters"):
+        with pytest.raises(RuntimeError, match=r"attach\) inside of a block of masters"):
             in_a_block(optimizer, torch.enable_grad()(lambda: model(x).float().sum().backward()))
         optimizer.zero_grad()
         with optimizer.masters(model[2].bias) as bias:

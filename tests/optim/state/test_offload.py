@@ -426,10 +426,10 @@ def test_leak_of_memory_that_is_dropped_in_a_capture_alone() -> None:
 
 def test_release_makes_states_when_it_is_attached() -> None:
     (ours, optimizer), (plain, other) = models()
-    optimizer.attach(ours, release=True)
+    optimizer.attach(ours)
     assert not misplaced(optimizer)
     assert len(optimizer.state) == 4
-    other.attach(plain, release=True)
+    other.attach(plain)
     for step in range(3):
         if step == 2:
             optimizer.param_groups[0]["offload"] = None

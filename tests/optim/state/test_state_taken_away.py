@@ -38,7 +38,7 @@ def test_the_next_step_is_a_first_step(
     fresh = nn.Parameter(torch.zeros(5, 32, device=device))
     optimizer = amp.optim.AdamW(model.parameters(), lr=0.1, memory=memory)
     if released:
-        optimizer.attach(model, release=True)
+        optimizer.attach(model)
     for step in range(2):
         if step == 1:
             take(optimizer.state, model[0])

@@ -128,23 +128,6 @@ def test_losses_that_go_backward_on_different_streams() -> None:
     on_streams(part)
 
 
-def test_statistics_of_a_backward_pass_that_are_dropped_after_the_step() -> None:
-    def part(here: Any, beside: Any) -> list[Tensor]:
-        torch.manual_seed(5)
-        model = nn.Linear(16, 8).to(DEVICE)
-        optimizer = adamw(model.parameters(), max_grad_norm=1e-3)
-        attachment = optimizer.attach(model, measure=True)
-        model(torch.ones(4, 16, device=DEVICE)).square().sum().backward()
-        with on(beside, here):
-            optimizer.step()
-        attachment.remove()
-        take_memory()
-        here.wait_stream(beside)
-        return list(model.parameters())
-
-    on_streams(part)
-
-
 def test_statistics_that_a_user_asks_for_on_another_stream() -> None:
     """The sums of spans are added where the rows are asked for, and dropped there."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PRETEND_GPU
-from torch import Tensor, nn
+from torch import nn
 from watching import watching
 
 import amp_mp as amp
@@ -65,26 +65,6 @@ def test_what_was_made_together_is_loaded_and_stepped_alone() -> None:
     optimizer.state[params[0]] = kept
     optimizer.step()
     assert [float(optimizer.state[p]["step"]) for p in params] == [2.0, 2.0, 2.0]
-
-
-def test_measuring_during_backward_sets_no_hooks_here() -> None:
-    steps: list[list[Tensor]] = []
-    launches = []
-    for attached in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).to(DEVICE)
-        optimizer = amp.optim.AdamW(model.parameters(), max_grad_norm=0.1)
-        if attached:
-            optimizer.attach(model, measure=True)
-        for _ in range(2):
-            with watching() as found:
-                model(torch.ones(4, 16, device=DEVICE)).sum().backward()
-                optimizer.step()
-            optimizer.zero_grad()
-        launches.append(found.kernels)
-        steps.append([p.detach().clone() for p in model.parameters()])
-    assert launches[0] == launches[1]
-    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
 
 
 def test_a_step_that_could_not_be_queued_is_not_waited_for() -> None:

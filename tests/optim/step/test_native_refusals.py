@@ -35,6 +35,9 @@ def test_a_measurement_of_other_rows(rows: Tensor, kind: type[Exception], messag
         _C.Measurement(rows)
 
 
+NO_INFO = _C.GroupInfo(set(), {})
+
+
 def adamw() -> tuple[Any, list[Any], list[dict[str, Any]], dict[Any, Any]]:
     param = torch.nn.Parameter(torch.zeros(64))
     param.grad = torch.ones(64)
@@ -46,7 +49,7 @@ def adamw() -> tuple[Any, list[Any], list[dict[str, Any]], dict[Any, Any]]:
 def bucket(group: int) -> Callable[[], Any]:
     def call() -> Any:
         param, rules, groups, states = adamw()
-        return _C.Bucket(rules, groups, states, set(), param, group, 0, "w")
+        return _C.Bucket(rules, groups, states, NO_INFO, param, group, 0, "w")
 
     return call
 
@@ -62,7 +65,7 @@ def states_for(rules: int) -> Callable[[], Any]:
 def state_that_is(state: Any) -> Callable[[], Any]:
     def call() -> Any:
         param, rules, groups, _ = adamw()
-        return _C.Bucket(rules, groups, {param: state}, set(), param, 0, 0, "w")
+        return _C.Bucket(rules, groups, {param: state}, NO_INFO, param, 0, 0, "w")
 
     return call
 

@@ -83,7 +83,7 @@ def test_25_skipped_steps_in_a_row_are_one_warning_that_names_the_parameter(
 def test_released_gradients_are_named_too(device: str) -> None:
     model = Net().to(device)
     optimizer = amp.optim.AdamW(model.named_parameters(), lr=0.1, check_overflow=True)
-    optimizer.attach(model, release=True)
+    optimizer.attach(model)
 
     def step(bad: bool) -> None:
         loss = model(torch.ones(1, 32, device=device)).sum() * float("nan")
@@ -162,7 +162,7 @@ def test_a_scaled_step_without_a_backward_raises_as_torchs(
     scaler = amp.GradScaler(device)
     if name == "amp release":
         optimizer: Any = amp.optim.AdamW(model.parameters())
-        optimizer.attach(model, release=True, scaler=scaler)
+        optimizer.attach(model, scaler=scaler)
     else:
         optimizer = SCALED[name](model.parameters())
     x = torch.ones(4, 32, device=device)

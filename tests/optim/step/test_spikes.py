@@ -289,17 +289,16 @@ def test_what_cannot_be_is_refused(device: str) -> None:
         NormSpike(window=1)
     model = nn.Linear(4, 4).to(device)
     optimizer = amp.optim.SGD(model.parameters(), lr=0.1, skip_norm_above=NormSpike())
-    with pytest.raises(ValueError, match="release=True: skip_norm_above needs the norm"):
-        optimizer.attach(model, release=True)
-    with optimizer.attach(model, measure=True):
-        model(torch.ones(2, 4, device=device)).sum().backward()
-        optimizer.step()
+    with pytest.raises(ValueError, match="attach: skip_norm_above needs the norm"):
+        optimizer.attach(model)
+    model(torch.ones(2, 4, device=device)).sum().backward()
+    optimizer.step()
     assert optimizer.state_dict()["param_groups"][0]["norm_history"][0] == 1
     optimizer.skip_norm_above = None
-    with optimizer.attach(model, release=True):
+    with optimizer.attach(model):
         optimizer.skip_norm_above = 1.0
         kept = model.weight.detach().clone()
-        with pytest.raises(ValueError, match="release=True: skip_norm_above"):
+        with pytest.raises(ValueError, match="attach: skip_norm_above"):
             model(torch.ones(2, 4, device=device)).sum().backward()
         assert torch.equal(model.weight, kept)
     state = optimizer.state_dict()

@@ -86,8 +86,8 @@ def test_gradients_are_looked_up_before_each_step(device: str, mesh: DeviceMesh)
     p.grad = shard(mesh, torch.ones(5, 7, device=device))
     optimizer = adamw([p])
     groups = optimizer.param_groups
-    rules, keys = optimizer._stepper.group_rules(), set(optimizer.defaults)
-    bucket = _C.Bucket(rules, groups, optimizer.state, keys, p, 0, 0, "layer.0")
+    rules, info = optimizer._stepper.group_rules(), _C.GroupInfo(set(optimizer.defaults), {})
+    bucket = _C.Bucket(rules, groups, optimizer.state, info, p, 0, 0, "layer.0")
     for n in range(2):
         for use in (bucket.measure, lambda: bucket.step(groups, None, None, None)):
             with pytest.raises(RuntimeError, match=r"call find_gradients\(\) before each step"):

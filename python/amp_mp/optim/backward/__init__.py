@@ -1,6 +1,5 @@
-"""Optimizers that work during the backward pass: `FusedOptimizer.attach`.
+"""Gradient release, `FusedOptimizer.attach`: steps a parameter as soon as its gradient is complete.
 
-`attachment` has what both kinds share, and the one that reads each gradient while it is still in
-the cache. `release` steps each parameter as soon as its gradient is complete and frees the
-gradient; a DistributedDataParallel gives it averaged ones.
+`release` has the hooks and the step of each parameter, `ddp_hook` what gives it the averaged
+gradients of a DistributedDataParallel.
 """

@@ -1,40 +1,53 @@
 """Gradient release: steps each parameter, and frees its gradient, as soon as it is complete.
 
-`attach` is FusedOptimizer.attach, for both kinds of attachments.
+`attach` is FusedOptimizer.attach.
 """
 
 import threading
 import weakref
-from collections.abc import MutableMapping, MutableSet
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_mp import _C
 from amp_mp.dtypes import NATIVE, check_choice
 from amp_mp.messages import warn
-from amp_mp.optim.backward.attachment import Attachment, Measure, Scaler, no_gradient_on
+from amp_mp.optim.backward.ddp_hook import DDPHook, ddp_hook_of
 from amp_mp.optim.backward.nested import Passes
-from amp_mp.optim.step.stepper import Stepper
+from amp_mp.optim.step.stepper import Stepper, set_updates
 from amp_mp.param_groups import ParamInfo, param_infos, params_in
 from amp_mp.sharding.gradients import Statistics, Verdict, joined, local_gradient
 from amp_mp.sharding.reduction import WholeStatistics
 from amp_mp.sharding.shards import is_dtensor, local_of
 
 
-class Release(Attachment):
-    """Steps each parameter in a hook; `finish` does what remains for the optimizer's step."""
+@runtime_checkable
+class Scaler(Protocol):
+    """A loss scaler that an optimizer can ask for the scale during the backward pass."""
 
-    releases = True
+    def is_enabled(self) -> bool:
+        """Whether it scales losses."""
+
+    def scale_on(self, device: torch.device) -> Tensor | None:
+        """The factor of the losses, float32 [] on the device, without waiting; None for 1."""
+
+
+class Release(AbstractContextManager["Release"]):
+    """What FusedOptimizer.attach returns; `remove()` or the end of a `with` block ends it.
+
+    Steps each parameter in a hook; `finish` does what remains for the optimizer's step.
+    """
 
     def __init__(
         self, stepper: Stepper, model: nn.Module, scaler: Scaler | None, clip: str
     ) -> None:
         refuse_norm_limit(stepper.optimizer)
-        super().__init__(stepper)
+        self._stepper = stepper
+        self._optimizer: Any = stepper.optimizer
+        self._handles: list[Any] = []
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._clip = clip
         # Gradients of several devices, and of gloo's threads, come at the same time.
@@ -50,27 +63,51 @@ class Release(Attachment):
         self._has_kept = False  # whether gradients had to wait for the optimizer's step
         self._previous = PreviousNorm()
         self._locate()
-        self._ddp_hook = ddp_hook_of(model) if isinstance(model, DistributedDataParallel) else None
+        self._ddp_hook: DDPHook | None = None
+        if isinstance(model, DistributedDataParallel):
+            self._ddp_hook = ddp_hook_of(model)
         if self._ddp_hook is None:
             self._hook(model)
         else:
             self._ddp_hook.steppers.add(self)
 
+    def _hook(self, model: nn.Module) -> None:
+        """Has `_arrive` called with the optimizer's parameters in the model as gradients come."""
+        own = set(params_in(self._optimizer.param_groups))
+        ref = weakref.ref(self)  # a model may outlive its optimizer
+
+        def hook(param: Tensor) -> None:
+            attachment = ref()
+            if attachment is not None and param.grad is not None:
+                attachment._arrive(param)
+
+        for param in model.parameters():
+            if param in own and param.requires_grad:
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
     def has_released(self) -> bool:
-        """See Attachment."""
+        """Whether gradients were stepped and freed since the last step."""
         return bool(self._rows)
 
     def forget(self) -> None:
-        """See Attachment."""
+        """Drops what is derived from param_groups and state."""
         self._located = False
         self._previous.forget()
         self._buckets.clear()
 
     def remove(self) -> None:
-        """See Attachment."""
-        super().remove()
+        """Ends the work during backward; `step` then does everything. Call after a step."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._stepper.release is self:
+            self._stepper.release = None
         if self._ddp_hook is not None:
             self._ddp_hook.steppers.discard(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     # One parameter.
 
@@ -85,16 +122,16 @@ class Release(Attachment):
         """Leaves the gradient, which may be a part, to `finish`."""
         if self._passes.was_whole(param) and param in self._infos:
             raise RuntimeError(
-                f"release=True has stepped {self._infos[param].label}, and a backward pass inside "
-                "of this one, of a checkpoint that is not torch's, now adds to its gradient. The "
-                "weights are not those of ordinary training any more: load the last checkpoint, "
-                "and attach without release=True"
+                f"gradient release has stepped {self._infos[param].label}, and a backward pass "
+                "inside of this one, of a checkpoint that is not torch's, now adds to its "
+                "gradient. The weights are not those of ordinary training any more: load the last "
+                "checkpoint, and train without attach"
             )
         if not self._has_kept:
             self._has_kept = True
             warn(
-                "release=True steps and frees nothing in this backward pass, nor in others like "
-                "it: reentrant checkpoints run backward passes inside, which give parts of "
+                "gradient release steps and frees nothing in this backward pass, nor in others "
+                "like it: reentrant checkpoints run backward passes inside, which give parts of "
                 "gradients. optimizer.step() will step. Take use_reentrant=False, and gradients "
                 "are freed again"
             )
@@ -107,7 +144,7 @@ class Release(Attachment):
                 if kept is None and param in self._infos:
                     raise RuntimeError(
                         f"{self._infos[param].label} has taken no part in this backward; with "
-                        "release=True every parameter has to under DistributedDataParallel: "
+                        "gradient release every parameter has to under DistributedDataParallel: "
                         "whether another rank has a gradient of it is not known yet"
                     )
                 self._step(param)
@@ -115,7 +152,7 @@ class Release(Attachment):
                 param.grad = kept
 
     def _step(self, param: Tensor) -> None:
-        _C.refuse_borrowed([param], "a backward pass that steps (release=True)")
+        _C.refuse_borrowed([param], "a backward pass that steps (attach)")
         self._locate()
         info = self._infos.get(param)
         if info is None:
@@ -161,12 +198,10 @@ class Release(Attachment):
         bucket = self._buckets.get(param)
         rules, groups, states = self._stepper.group_rules(), optimizer.param_groups, optimizer.state
         if bucket is None or not bucket.is_of(rules, groups, states):
-            self._stepper.hooks.check(rules, groups)
-            rule = rules[info.group]
-            if rule.directions is not None:
-                rule.directions.refuse(groups[info.group], param, info.label)
-            keys = self._stepper.hooks.own_keys
-            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, keys, param, *info)
+            self._stepper.check(rules)
+            known = self._stepper.info(rules)
+            bucket = self._buckets[param] = _C.Bucket(rules, groups, states, known, param, *info)
+            set_updates(bucket)
         return bucket
 
     def _locate(self) -> None:
@@ -197,8 +232,8 @@ class Release(Attachment):
             _C.used_on_current_stream(list(self._rows.values()))  # of backward passes' streams
             if not self._measures():
                 raise RuntimeError(
-                    "release=True has freed the gradients, and nothing has measured them: call "
-                    "optimizer.attach(model, release=True, scaler=scaler)"
+                    "gradient release has freed the gradients, and nothing has measured them: call "
+                    "optimizer.attach(model, scaler=scaler)"
                 )
             if self._whole.is_needed:
                 device = self._whole.device
@@ -237,7 +272,7 @@ class Release(Attachment):
         log = self._stepper.native.log
         if self.scaler is None and inputs.scale is not None:
             raise RuntimeError(
-                "release=True has stepped with scaled gradients: attach with scaler=, an "
+                "gradient release has stepped with scaled gradients: attach with scaler=, an "
                 "amp_mp.GradScaler; other loss scalers come too late"
             )
         log.forget()
@@ -251,7 +286,7 @@ class Release(Attachment):
                     number, skipped, *_ = log.newest(wait=False) or (0, False)
                     if skipped:
                         warn(
-                            f"gradients were inf or NaN in step {number}, and release=True has "
+                            f"gradients were inf or NaN in step {number}, and gradient release has "
                             "stepped shards with them: a hook cannot know what other processes "
                             "find. Load the last checkpoint, and train without release where this "
                             "may happen"
@@ -264,6 +299,11 @@ class Release(Attachment):
         self._stepped.clear()
         self._passes.forget()
         self._located = False
+
+
+def no_gradient_on(device: torch.device) -> Tensor:
+    """The statistics of a parameter without a gradient, float64 [3]."""
+    return torch.zeros(3, dtype=torch.float64, device=device)
 
 
 class PreviousNorm:
@@ -323,8 +363,8 @@ def refuse_norm_limit(optimizer: Any) -> None:
     """Raises ValueError where a step would depend on the norm of gradients still to come."""
     if optimizer.skip_norm_above is not None:
         raise ValueError(
-            "release=True: skip_norm_above needs the norm of all gradients before the first weight "
-            "changes; attach with measure=True, or leave it out"
+            "attach: skip_norm_above needs the norm of all gradients before the first weight "
+            "changes; leave one of them out"
         )
 
 
@@ -348,85 +388,25 @@ def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
         wrong = 'clip="parameter" clips by the norm of a whole tensor'
     if wrong:
         raise ValueError(
-            f"release=True: {wrong}, and a hook sees only this process's shard of a DTensor; take "
-            'clip="previous" to clip by the last step\'s norm, leave it out, or attach without '
-            "release"
+            f"attach: {wrong}, and a hook sees only this process's shard of a DTensor; take "
+            'clip="previous" to clip by the last step\'s norm, leave it out, or train without '
+            "attach"
         )
 
 
-class DDPHook:
-    """A model's communication hook: averages over the ranks, then the attached optimizers step.
-
-    DistributedDataParallel takes one hook and never removes it, so the model keeps this one for
-    life. With no optimizer attached it does what the model does without a hook.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        """Registers itself; raises ValueError where the model has another hook."""
-        self._group = model.process_group
-        self.steppers: MutableSet[Any] = weakref.WeakSet()  # Release: they get the gradients
-        try:
-            # A lambda has no annotations: torch refuses a bucket that is annotated as Any.
-            model.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
-        except RuntimeError as error:
-            raise ValueError(
-                "model has a communication hook of its own already, and release=True needs that "
-                "place: DistributedDataParallel takes one hook; leave out register_comm_hook"
-            ) from error
-
-    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The hook; bucket: a torch.distributed.GradBucket."""
-        buffer, params = bucket.buffer(), bucket.parameters()
-        grads = bucket.gradients() or [buffer]  # none of a sparse one, which the step refuses
-        buffer.mul_(1.0 / self._group.size())  # this very product: that is how torch divides
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        future: torch.futures.Future[list[Tensor]] = work.get_future()
-
-        def step(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            for param, grad in zip(params, grads, strict=True):
-                if grad.layout == torch.strided:
-                    # The bucket holds elements in the parameter's memory order, and gradients()
-                    # has forgotten that of channels_last ones.
-                    grad = grad.as_strided(param.shape, param.stride())
-                for stepper in self.steppers:
-                    stepper.arrive_averaged(param, grad)
-            return done.value()[0]
-
-        return future.then(step)
-
-
-_hooks: MutableMapping[DistributedDataParallel, DDPHook] = weakref.WeakKeyDictionary()
-
-
-def ddp_hook_of(model: DistributedDataParallel) -> DDPHook:
-    """The model's hook, made at the first call."""
-    if model not in _hooks:
-        _hooks[model] = DDPHook(model)
-    return _hooks[model]
-
-
-def attach(
-    stepper: Stepper, model: Any, release: bool, measure: bool, scaler: Any, clip: str
-) -> Attachment:
+def attach(stepper: Stepper, model: Any, scaler: Any, clip: str) -> Release:
     """See FusedOptimizer.attach. Every argument is checked before anything is changed."""
     optimizer = stepper.optimizer
-    if stepper.attachment is not None:
-        raise RuntimeError("the optimizer is attached already; remove() that attachment first")
+    if stepper.release is not None:
+        raise RuntimeError("the optimizer is attached already; call remove() of that one first")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found {type(model)}")
-    if release == measure:
-        raise ValueError(
-            "release and measure: exactly one of them has to be True, found "
-            f"{release!r} and {measure!r}; release=True measures where anything needs it"
-        )
     check_choice("clip", clip, ("parameter", "previous"))
     if scaler is not None and not isinstance(scaler, Scaler):
         raise TypeError(
             f"scaler must be an amp_mp.GradScaler, found {type(scaler)}: torch's own asserts that "
             "it has seen gradients, which are gone by then"
         )
-    if scaler is not None and measure:
-        raise ValueError("scaler= is for release=True; with measure=True leave it out")
     if scaler is not None and not optimizer.amp_scaling:
         raise ValueError(
             "scaler= needs amp_scaling=True: without it the scaler unscales gradients, now freed"
@@ -435,20 +415,15 @@ def attach(
     if own and not any(p in own for p in model.parameters()):
         raise ValueError("model holds none of the optimizer's parameters; pass the one it updates")
     wrapped = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    if wrapped and measure:
-        raise ValueError(
-            "measure=True does not go with DistributedDataParallel: gradients are averaged after "
-            "they could be measured"
-        )
     if wrapped and not isinstance(model, DistributedDataParallel):
         raise ValueError("model holds a DistributedDataParallel; attach to that one itself")
     if any(m.find_unused_parameters for m in wrapped):
         raise ValueError(
-            "model: release=True does not go with find_unused_parameters=True; which parameters "
+            "model: attach does not go with find_unused_parameters=True; which parameters "
             "have no gradient is known only after the last one has been averaged"
         )
-    if release and any(is_dtensor(p) and p in own for p in model.parameters()):
+    if any(is_dtensor(p) and p in own for p in model.parameters()):
         refuse_shards(stepper, scaler, clip)
-    if release and any(group.get("offload") for group in optimizer.param_groups):
+    if any(group.get("offload") for group in optimizer.param_groups):
         optimizer.init_state()  # a hook would pin memory while NCCL works
-    return Release(stepper, model, scaler, clip) if release else Measure(stepper, model)
+    return Release(stepper, model, scaler, clip)

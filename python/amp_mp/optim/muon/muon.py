@@ -18,7 +18,7 @@ from amp_mp.optim.muon.matrices import (
 )
 from amp_mp.optim.muon.muon_groups import muon_groups
 from amp_mp.optim.options import Options, check_group, check_muon
-from amp_mp.optim.rule import Directions, Group, Rule
+from amp_mp.optim.rule import Directions, Group, Rule, is_on
 from amp_mp.text_table import aligned
 
 # The numbers of Muon's groups that AdamW's do not have.
@@ -26,19 +26,18 @@ ITERATIONS = ("ns_coefficients", "ns_steps", "ns_dtype", "ns_gram")
 SHAPES = (*ITERATIONS, "adjust_lr_fn", "split", "flatten")
 OWN = ("momentum", "nesterov", "normalize", "beta2", *SHAPES)
 OTHERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-MUON = Rule(
-    "muon_",
-    Directions(
-        (*SHAPES, "use_muon"),
-        check_muon,
-        refuse_shape,
-        shape_of,
-        lambda group, shape: {"trust": factor_of_rate(group, shape)},
-        make_updates,
-    ),
+DIRECTIONS = Directions(
+    (*SHAPES, "use_muon"),
+    check_muon,
+    refuse_shape,
+    shape_of,
+    lambda group, shape: {"trust": factor_of_rate(group, shape)},
+    make_updates,
 )
-NORMUON = MUON._replace(row_state="second_momentum_buffer")
-MUONH, NORMUONH = (rule._replace(operator="muonh_") for rule in (MUON, NORMUON))
+MUON, MUONH = Rule("muon_", DIRECTIONS), Rule("muonh_", DIRECTIONS)
+NORMUON, NORMUONH = (
+    Rule(operator, DIRECTIONS, "second_momentum_buffer") for operator in ("muon_", "muonh_")
+)
 ADAMW = Rule("adamw_")
 
 
@@ -121,9 +120,25 @@ class Muon(FusedOptimizer):
         split: Mapping[str, int | Sequence[int]] | None = None,
         **options: Unpack[Options],
     ) -> None:
-        own = dict(locals())
-        for name in ("others", "matrices", "not_matrices", "split"):
-            del own[name]
+        numbers = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "ns_gram": ns_gram,
+            "normalize": normalize,
+            "beta2": beta2,
+            "cautious": cautious,
+            "hyperball": hyperball,
+            "use_muon": True,
+            "split": 1,
+            "flatten": False,
+        }
         self._others = {**OTHERS, **(others or {})}
         if weight_decay == 0 and "weight_decay" not in (others or {}):
             self._others["weight_decay"] = 0.0
@@ -140,21 +155,18 @@ class Muon(FusedOptimizer):
                 "matrices, not_matrices and split are patterns over a model's names; pass the "
                 "model in place of its parameters, or set use_muon and split in param_groups"
             )
-        super().__init__(params, {**own, "use_muon": True, "split": 1, "flatten": False}, options)
+        super().__init__(params, numbers, options)
 
     def _own_keys(self) -> frozenset[str]:
         return super()._own_keys() | self._others.keys()
 
-    def _group_rules(self) -> list[Rule]:
-        return [self._rules_of(group)[0] for group in self.param_groups]
-
-    @classmethod
-    def _rules_of(cls, group: Group) -> tuple[Rule, ...]:
-        on_sphere = bool(group.get("hyperball"))
+    def _rule_of(self, group: Group) -> Rule:
+        """Muon's or AdamW's; with rows that are normalised, or on the sphere, of another name."""
+        on_sphere = is_on(group, "hyperball")
         if not group.get("use_muon", True):
-            return (ADAMH if on_sphere else ADAMW,)
+            return ADAMH if on_sphere else ADAMW
         kinds = (NORMUON, NORMUONH) if group.get("normalize") else (MUON, MUONH)
-        return (kinds[on_sphere],)
+        return kinds[on_sphere]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every fused optimizer's; ValueError, by name, for what is no matrix.

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_mp import _C
-from amp_mp.optim.options import ALLOWED, check_group
+from amp_mp.optim.options import ALLOWED, check_group, check_scatter
 from amp_mp.optim.step.params import first_places
 
 # Numbers of param_groups that tell optimizers apart, torch's among them.
@@ -38,10 +38,17 @@ def _check_group_of_file(name: str, file: Any, count: int) -> None:
     if "params" not in file:
         raise _refused(f"{name}: 'params' is missing")
     numbers = file["params"]
-    if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
+    if not _are_numbers(numbers):
         raise _refused(f"{name}: 'params' must be a list of numbers, found {_described(numbers)}")
     if len(numbers) != count:
         raise _refused(f"{name} has {len(numbers)} parameters, the optimizer's has {count}")
+
+
+def _are_numbers(params: Any) -> bool:
+    """Whether it is what a state dict has for parameters: numbers, or names."""
+    if not isinstance(params, list | tuple):
+        return False
+    return not [number for number in params if not isinstance(number, int | str)]
 
 
 def without_repeats(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -56,8 +63,8 @@ def without_repeats(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_repeats(file: Any) -> Any:
-    numbers = file.get("params") if isinstance(file, dict) else None
-    if not isinstance(numbers, list | tuple) or not all(isinstance(n, int | str) for n in numbers):
+    numbers: Any = file.get("params") if isinstance(file, dict) else None
+    if not _are_numbers(numbers):
         return file
     names, kept = file.get("param_names"), first_places(numbers)
     if len(kept) == len(numbers):
@@ -123,21 +130,22 @@ def check_loadable(
     state_dict: one that check_parts has nothing against. stepper: the optimizer's
     (step/stepper.py). names: what messages call the parameters.
     """
-    rules_of, own_keys = stepper.rules_of, stepper.hooks.own_keys
-    entries, at, what = _C.SavedEntries(stepper.rules), 0, ""
+    entries, at, what, rules = _C.SavedEntries(stepper.rules), 0, "", []
+    groups = state_dict["param_groups"]
     try:
-        for index, group in enumerate(state_dict["param_groups"]):
+        for index, group in enumerate(groups):
             what = f"param_group {index}:"
             check_group(group)
-        for group in state_dict["param_groups"]:
+            check_scatter(group)
+            rules.append(stepper.rule_of(group))
+        for rule, group in zip(rules, groups, strict=True):
             what = ""
-            possible = tuple(rules_of(group))
             own = params[at : at + len(group["params"])]
-            if (directions := possible[0].directions) is not None:
+            if (directions := rule.directions) is not None:
                 for index, param in enumerate(own, at):
                     directions.refuse(group, param, f"parameter {index}")
             states = [state_dict["state"].get(number) for number in group["params"]]
-            if wrong := _C.wrong_state(entries, possible, states, own):
+            if wrong := _C.wrong_state(entries, rule, states, own):
                 place, (entry, found) = wrong
                 label = repr(names[at + place]) if names else f"parameter {at + place}"
                 what = f"{entry!r} of {label}"
@@ -145,9 +153,11 @@ def check_loadable(
             at += len(own)
     except ValueError as error:
         raise ValueError(f"state_dict: {what} {error}; nothing was loaded") from None
-    for index, group in enumerate(state_dict["param_groups"]):
-        keys = {key for rule in rules_of(group) for key in _C.number_keys(rule) if key in own_keys}
-        refuse_other(f"state_dict: param_group {index}", group, keys)
+    for index, (used, group) in enumerate(zip(rules, groups, strict=True)):
+        # Those of all rules that may follow one another here, with and without momentum, say.
+        kin = [rule for rule in stepper.rules if rule.directions is used.directions]
+        keys = {key for rule in kin for key in rule.number_keys}
+        refuse_other(f"state_dict: param_group {index}", group, keys & stepper.own_keys)
 
 
 def refuse_other(where: str, saved: Iterable[str], own: Iterable[str]) -> None:

@@ -73,10 +73,6 @@ def load_state(
         for param, state in zip(params, made, strict=True):
             if state is not None:
                 optimizer.state[param] = state
-        try:
-            stepper.group_rules()  # settings that all groups have to share
-        except ValueError as error:
-            raise ValueError(f"state_dict: {error}; nothing was loaded") from None
 
     before_load = own_hook(optimizer._optimizer_load_state_dict_pre_hooks, check, last=True)
     try:
@@ -123,7 +119,7 @@ def torch_state_dict(optimizer: Optimizer, rules: list[Rule], own: set[str]) -> 
     state = {}
     groups = zip(rules, optimizer.param_groups, packed["param_groups"], strict=True)
     for rule, group, shown in groups:
-        own_number = _C.own_number(rule)
+        own_number = rule.own_number
         for param, number in zip(group["params"], shown["params"], strict=True):
             if held := optimizer.state.get(param):
                 clock = {"step": held["step"]}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
-from amp_mp.sharding.shards import like, local_of
+from amp_mp.sharding.shards import is_dtensor, like, local_of
 from amp_mp.text_table import dtype_name
 
 # The native list of formats, csrc/core/format_list.h, and the names that users choose from: without
@@ -46,6 +46,7 @@ PRESETS = {
 # Names of the entries of a parameter's state; csrc/torch/state/rule_table.h has the table.
 CLOCK = _C.clock_entries()  # the numbers that a parameter's clock consists of
 MASTER_ENTRIES = _C.master_entries()  # their dtypes, by name
+SCALE = "_scale"  # how the entry ends that holds the scales of a grouped format's entry
 CODED = tuple(_C.coded_endings())  # how the names of codes end, for any state
 
 Chosen = Mapping[str, str | None]  # formats by "master" or a state's name
@@ -84,12 +85,9 @@ def split_name(format: str, dtype: torch.dtype) -> str:
     return f"{dtype_name(dtype)}_{format}"
 
 
-def scale_name(entry: str) -> str:
-    """The entry that holds the scales of a grouped format's entry."""
-    return f"{entry}_scale"
-
-
 def as_bytes(value: Tensor) -> Tensor:
     """A tensor's bytes, uint8 [*shape, bytes per element], in the same memory and placements."""
+    if not is_dtensor(value):
+        return value.unsqueeze(-1).view(torch.uint8)
     shown = local_of(value).unsqueeze(-1).view(torch.uint8)
     return like(shown, value, (*value.shape, shown.shape[-1]))

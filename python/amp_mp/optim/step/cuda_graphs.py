@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from amp_mp.messages import warn
+
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph records what is queued on the device now."""
@@ -23,6 +25,15 @@ def refuse_split(part: str, captured: bool, captures: bool) -> None:
             f"{part} {graph}, and the part of the iteration before it is not: capture unscale_, "
             "step and update together, or none of them"
         )
+
+
+def warn_of_graph() -> None:
+    """Warns that a CUDA graph has captured a step of tensors that are no longer the optimizer's."""
+    warn(
+        "a CUDA graph has captured this optimizer's step, and its tensors are others now (a "
+        "state dict was loaded, or a param_group, a format, a device or a NormSpike's history "
+        "has changed); replays go on with the old ones. Capture the step again"
+    )
 
 
 def drop_in_a_capture(param: Tensor) -> RemovableHandle:

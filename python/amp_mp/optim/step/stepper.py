@@ -1,5 +1,6 @@
 """An optimizer's steps: its param_groups and a loss scaler's inputs go to one native call."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
-from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.replaced import ReplacedCheck
@@ -37,135 +37,56 @@ class StepReport(NamedTuple):
     spikes: int  # steps skipped so far, with this one, for a norm that skip_norm_above refuses
 
 
-class Hooks:
-    """What the native step asks of Python where it gathers an optimizer's tensors."""
-
-    def __init__(self, optimizer: weakref.ref[Any], own_keys: frozenset[str]) -> None:
-        """own_keys: the entries of param_groups that are the optimizer's."""
-        self._optimizer = optimizer
-        self.own_keys = own_keys
-        self.replaced = ReplacedCheck()
-        self.memory: list[Any] | None = None  # of each group when tensors were gathered last
-        self.offload: list[Any] = []  # the same
-
-    def check(self, rules: list[Rule], groups: list[Group], captured: bool = False) -> None:
-        """Raises ValueError, by name, for what a script has written into param_groups.
-
-        captured: whether a CUDA graph has captured a step of these tensors; RuntimeError where they
-        would move.
-        """
-        self.check_replaced(groups)
-        given = [group.get("memory") for group in groups]
-        for rule, now, before in zip(rules, given, self.memory or given, strict=False):
-            if now != before:
-                raise ValueError(
-                    "memory in a param_group is for new optimizers and new groups; delete it and "
-                    "write the formats that it stands for: " + ", ".join(("master", *rule.names))
-                )
-        for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
-            try:
-                check_choices(group)
-                for name, kind in {"master": "master", **_C.kinds_of([rule])}.items():
-                    if group[name] not in KINDS[kind]:
-                        check_choice(name, group[name], KINDS[kind])
-                if rule.directions is not None:
-                    rule.directions.check(group)
-                if "hyperball" in self.own_keys and group.get("hyperball"):
-                    for param, label in labelled(group, index):
-                        refuse_sphere(param, label, False)
-            except ValueError as error:
-                raise ValueError(f"param_group {index}: {error}") from None
-        offload = [group.get("offload") for group in groups]
-        count = min(len(offload), len(self.offload))
-        if offload[:count] != self.offload[:count]:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("offload cannot change while a CUDA graph is captured")
-            if captured:
-                raise RuntimeError("offload cannot change: a captured graph holds these arrays")
-        self.memory, self.offload = given, offload
-
-    def check_replaced(self, groups: list[Group]) -> None:
-        """Warns where no parameter has had a gradient so far."""
-        if self.replaced.had_gradient:
-            return
-        params = [param for group in groups for param in _C.params_of(group)]
-        self.replaced.check_gradients(params, partial(param_infos, groups))
-
-    def warn_of_graph(self) -> None:
-        """Warns that a CUDA graph has captured a step of tensors that are no longer these."""
-        warn(
-            "a CUDA graph has captured this optimizer's step, and its tensors are others now (a "
-            "state dict was loaded, or a param_group, a format, a device or a NormSpike's history "
-            "has changed); replays go on with the old ones. Capture the step again"
-        )
-
-    def make_whole(
-        self,
-        held: list[tuple[torch.device, list[int], list[int]]],
-        groups: list[Group],
-        any_dtensor: bool,
-    ) -> WholeStatistics | None:
-        """What adds statistics over processes; None where no other process has a part.
-
-        held: the buckets, as WholeStatistics takes them.
-        """
-        if not any_dtensor and not any(group.get("process_groups") for group in groups):
-            return None
-        whole = WholeStatistics(groups, buckets=held)
-        return whole if whole.is_needed else None
-
-
 class Stepper:
     """A fused optimizer's steps, and what it keeps besides its param_groups and state.
 
-    Other files of this package reach it by `stepper_of`; users see the optimizer alone.
+    Other files of this package reach it by `stepper_of`; users see the optimizer alone. A step asks
+    whether the tensors gathered for the last one are still the optimizer's. Where a script has
+    exchanged something it checks the param_groups and gathers the tensors again; then one native
+    call measures, decides and applies.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        rules: tuple[Rule, ...],
-        rules_of: Callable[[Group], tuple[Rule, ...]],
-        group_rules: Callable[[Any], list[Rule]],
-        own_keys: frozenset[str],
-    ) -> None:
-        """rules: all that the optimizer may use. rules_of: those that one param_group may have.
-
-        group_rules: gives the rule of each group of the optimizer now. own_keys: the entries of a
-        group that are the optimizer's own.
-        """
+    def __init__(self, optimizer: Any, rules: tuple[Rule, ...], own_keys: frozenset[str]) -> None:
+        """rules: all that the optimizer may use. own_keys: the groups' entries that are its own."""
         self._optimizer = weakref.ref(optimizer)
-        self._group_rules = group_rules
-        self.rules = rules
-        self.rules_of = rules_of
+        self.rules, self.own_keys = rules, own_keys
         self.scaler_inputs: _C.StepInputs | None = None  # of the step under way, in step_with
-        self.attachment: Any = None  # an Attachment (backward/attachment.py, which imports this)
+        self.release: Any = None  # a Release (backward/release.py, which imports this)
         self.checked: Any = None  # states that the next load_state_dict needs not check
-        self.hooks = Hooks(self._optimizer, own_keys)
-        self.native = _C.Stepper(self.hooks)
+        self.replaced = ReplacedCheck()
+        self.native = _C.Steps()
+        self._gathered: _C.Gathered | None = None
+        self._whole: WholeStatistics | None = None  # None where no other process has a part
+        # Of each group when tensors were gathered last: what `check` compares.
+        self._memory: list[Any] | None = None
+        self._offload: list[Any] = []
         self._watch = OverflowWatch()
         self._kept: list[RemovableHandle] = []
+        # Native calls release the GIL: another thread's step waits here.
+        self._turn = threading.RLock()
 
     @property
     def optimizer(self) -> Any:
         """The optimizer that this belongs to."""
         return self._optimizer()
 
+    def rule_of(self, group: Group) -> Rule:
+        """The rule of a param_group, also of one of a file."""
+        rule: Rule = self.optimizer._rule_of(group)
+        return rule
+
     def group_rules(self) -> list[Rule]:
         """The rule of each param_group."""
-        return self._group_rules(self._optimizer())
-
-    @property
-    def releases(self) -> bool:
-        """Whether gradients are stepped and freed during backward (attach)."""
-        return self.attachment is not None and self.attachment.releases
+        optimizer = self.optimizer
+        return [optimizer._rule_of(group) for group in optimizer.param_groups]
 
     def forget(self) -> None:
         """Drops what is derived from param_groups and state, and the last step's report."""
-        self.native.forget()
-        self.hooks.memory = None
-        if self.attachment is not None:
-            self.attachment.forget()
+        with self._turn:
+            self.native.forget()
+            self._gathered = self._whole = self._memory = None
+        if self.release is not None:
+            self.release.forget()
 
     def keep_gradients(self, kept: bool) -> None:
         """kept: whether zero_grad has written zeros into gradients that it was to drop."""
@@ -177,28 +98,115 @@ class Stepper:
 
     def run(self, optimizer: Any) -> _C.StepInputs:
         """Measures, decides and applies, or ends the iteration; returns the scaler's inputs."""
-        if self.hooks.replaced.seen != ReplacedCheck.assignments:
-            self.hooks.replaced.check_assigned(param_infos(optimizer.param_groups))
-        inputs = self._inputs_of_this_step(optimizer)
-        attachment = self.attachment
-        if attachment is not None and attachment.releases:
-            _C.refuse_borrowed(params_in(optimizer.param_groups), "step()")
-            attachment.finish(inputs)
-            return inputs
-        max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
-        is_spike = isinstance(limit, NormSpike)
-        options = _C.StepOptions(
-            checks=optimizer.check_overflow or (max_norm, limit) != (None, None),
-            max_norm=max_norm,
-            norm_limit=0.0 if is_spike else float(limit or 0),
-            spike=(limit.sigmas, limit.window) if is_spike else (0.0, 0.0),
-        )
-        rules, groups, states = self.group_rules(), optimizer.param_groups, optimizer.state
-        read = None if attachment is None else attachment.read
-        skipped = self.native.step(rules, groups, states, inputs, options, read)
+        with self._turn:
+            if self.replaced.seen != ReplacedCheck.assignments:
+                self.replaced.check_assigned(param_infos(optimizer.param_groups))
+            groups = optimizer.param_groups
+            if _C.Loan.is_any:
+                _C.refuse_borrowed(params_in(groups), "step()")
+            inputs = self.scaler_inputs or _inputs_of_torch(optimizer)
+            if self.release is not None:
+                self.release.finish(inputs)
+                return inputs
+            gathered = self._gather(optimizer)
+            is_stock = self.scaler_inputs is None and inputs.found_inf is not None
+            if self._whole is not None and is_stock:
+                self._whole.refuse_stock_scaler()
+            max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
+            skipped = self.native.step(
+                gathered,
+                groups,
+                inputs,
+                checks=optimizer.check_overflow or (max_norm, limit) != (None, None),
+                max_norm=max_norm,
+                limit=None if limit is None else native_limit(limit),
+            )
         if skipped is not None:
             self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
         return inputs
+
+    def _gather(self, optimizer: Any) -> _C.Gathered:
+        """The optimizer's tensors for a step, gathered again where a script exchanged something."""
+        groups, states = optimizer.param_groups, optimizer.state
+        rules = [optimizer._rule_of(group) for group in groups]
+        if not self.replaced.had_gradient:
+            self.check_replaced()
+        gathered = self._gathered
+        if gathered is not None and gathered.is_current(rules, groups, states):
+            return gathered
+        self.check(rules)
+        self._gathered = self._whole = None
+        gathered = self.native.gather(rules, groups, states, self.info(rules))
+        for bucket in gathered.buckets:
+            set_updates(bucket)
+        if gathered.has_dtensors or any(group.get("process_groups") for group in groups):
+            whole = WholeStatistics(groups, buckets=gathered.held)
+            if whole.is_needed:
+                self._whole = whole
+                gathered.collectives = _C.Collectives(
+                    whole.totals, whole.of_tensors, whole.updates_of
+                )
+        self._gathered = gathered
+        return gathered
+
+    def check(self, rules: list[Rule]) -> None:
+        """Raises ValueError, by name, for what a script has written into param_groups.
+
+        RuntimeError where offload would move tensors of a step that a CUDA graph has captured.
+        """
+        groups = self.optimizer.param_groups
+        given = [group.get("memory") for group in groups]
+        for rule, now, before in zip(rules, given, self._memory or given, strict=False):
+            if now != before:
+                raise ValueError(
+                    "memory in a param_group is for new optimizers and new groups; delete it and "
+                    "write the formats that it stands for: " + ", ".join(("master", *rule.names))
+                )
+        for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
+            try:
+                self._check_group(rule, group, index)
+            except ValueError as error:
+                raise ValueError(f"param_group {index}: {error}") from None
+        offload = [group.get("offload") for group in groups]
+        count = min(len(offload), len(self._offload))
+        if offload[:count] != self._offload[:count]:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("offload cannot change while a CUDA graph is captured")
+            if self.native.is_captured:
+                raise RuntimeError("offload cannot change: a captured graph holds these arrays")
+        self._memory, self._offload = given, offload
+
+    def _check_group(self, rule: Rule, group: Group, index: int) -> None:
+        check_choices(group)
+        for name, kind in {"master": "master", **rule.kinds}.items():
+            if group[name] not in KINDS[kind]:
+                check_choice(name, group[name], KINDS[kind])
+        directions = rule.directions
+        if directions is not None:
+            directions.check(group)
+        is_on_sphere = "hyperball" in self.own_keys and group.get("hyperball")
+        for param, label in labelled(group, index) if directions or is_on_sphere else ():
+            if directions is not None:
+                directions.refuse(group, param, label)
+            if is_on_sphere:
+                refuse_sphere(param, label, False)
+
+    def info(self, rules: list[Rule]) -> _C.GroupInfo:
+        """What the native step has to know of the param_groups besides what they hold."""
+        matrices, number = {}, 0
+        for rule, group in zip(rules, self.optimizer.param_groups, strict=True):
+            if (directions := rule.directions) is not None:
+                for at, param in enumerate(_C.params_of(group), number):
+                    shape = directions.shape_of(group, param)
+                    matrices[at] = shape, directions.numbers(group, shape)
+            number += len(group["params"])
+        return _C.GroupInfo(self.own_keys, matrices)
+
+    def check_replaced(self) -> None:
+        """Warns where no parameter has had a gradient so far."""
+        groups = self.optimizer.param_groups
+        params = [param for group in groups for param in _C.params_of(group)]
+        self.replaced.check_gradients(params, partial(param_infos, groups))
 
     def step_with(self, inputs: _C.StepInputs, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's `step`, with what a loss scaler passes to it."""
@@ -207,14 +215,6 @@ class Stepper:
             return self.optimizer.step(*args, **kwargs)
         finally:
             self.scaler_inputs = before
-
-    def _inputs_of_this_step(self, optimizer: Any) -> _C.StepInputs:
-        """Those of `step_with`; torch's own GradScaler sets two attributes instead."""
-        if self.scaler_inputs is not None:
-            return self.scaler_inputs
-        scale = getattr(optimizer, "grad_scale", None)
-        found_inf = getattr(optimizer, "found_inf", None)
-        return _C.StepInputs(scale, found_inf, from_stock=found_inf is not None)
 
     def measures(self) -> bool:
         """Whether a step needs the gradients' norms, or whether they overflow."""
@@ -225,20 +225,18 @@ class Stepper:
 
     def measure(self) -> _C.Measured:
         """Reads the gradients once, for a step that gets the result as StepInputs.measured."""
-        optimizer, attachment = self.optimizer, self.attachment
-        read = None if attachment is None else attachment.read
-        groups, states = optimizer.param_groups, optimizer.state
-        return self.native.measure(self.group_rules(), groups, states, read)
+        with self._turn:
+            return self.native.measure(self._gather(self.optimizer))
 
     def totals(self) -> dict[torch.device, Tensor]:
         """Measures the gradients as they are, in one read.
 
         Returns, per device, float64 [3]: sum of squares, largest finite |g|, number of elements
-        that are inf or NaN, of all gradients together. Attached with release=True, of those that
-        were released since the last step; RuntimeError where nothing asked for measuring them.
+        that are inf or NaN, of all gradients together. With `attach`, of those that were
+        released since the last step; RuntimeError where nothing asked for measuring them.
         """
         found: dict[torch.device, Tensor]
-        found = self.attachment.totals() if self.releases else self.measure().totals()
+        found = self.measure().totals() if self.release is None else self.release.totals()
         return found
 
     def warn(self, skipped: tuple[Any, ...] | None, describe: Callable[..., str]) -> None:
@@ -263,3 +261,22 @@ class Stepper:
                 "from an earlier checkpoint, with a lower learning rate, other data or other limits"
             )
         watch.warn_of_skips(name, lambda: describe(scale), what if is_spike else "")
+
+
+def _inputs_of_torch(optimizer: Any) -> _C.StepInputs:
+    """What torch's own GradScaler has set as attributes of an optimizer."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return _C.StepInputs(scale, getattr(optimizer, "found_inf", None))
+
+
+def set_updates(bucket: _C.Bucket) -> None:
+    """Gives a bucket whose rule has directions the function that makes updates of them."""
+    if (directions := bucket.rule.directions) is not None:
+        bucket.make_updates = directions.make(bucket.members)
+
+
+def native_limit(limit: Any) -> _C.NormLimit:
+    """skip_norm_above, a number or a NormSpike, as the native step has it."""
+    if isinstance(limit, NormSpike):
+        return _C.NormLimit(sigmas=limit.sigmas, window=limit.window)
+    return _C.NormLimit(float(limit))

@@ -1,6 +1,6 @@
 // Longer than other files because the whole step is told in one place: gather, measure, decide,
 // apply, report.
-#include "torch/step/stepper.h"
+#include "torch/step/steps.h"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
@@ -9,7 +9,7 @@
 
 #include "torch/device.h"
 #include "torch/ops.h"
-#include "torch/weights/loans.h"
+#include "torch/python/functions.h"
 
 namespace amp_mp {
 namespace {
@@ -31,24 +31,33 @@ std::function<at::Tensor(const at::Tensor&)> callback(const py::object& function
   };
 }
 
-// A step releases the GIL, so another thread may begin one: it waits here, without the GIL, which
-// the first thread needs to finish.
-std::unique_lock<std::recursive_mutex> turn(std::recursive_mutex& busy) {
-  std::unique_lock lock(busy, std::try_to_lock);
-  if (lock.owns_lock()) return lock;
-  const py::gil_scoped_release release;
-  lock.lock();
-  return lock;
-}
-
-double norm_to_clip_to(const StepInputs& given, const StepOptions& options) {
-  return given.max_norm && *given.max_norm != 0 ? *given.max_norm : options.max_norm;
-}
-
 // Whether a rule of any param_group needs norms, also of one without parameters on this process.
-bool any_needs_norms(const Layouts& layouts) {
-  return std::any_of(layouts.begin(), layouts.end(),
+bool any_needs_norms(const Gathered& gathered) {
+  return std::any_of(gathered.rules().begin(), gathered.rules().end(),
                      [](const Layout& each) { return each->rule->needs_norms; });
+}
+
+// The statistics of the gradients that `find_gradients` has found, on all processes.
+std::shared_ptr<Measured> measured(const std::shared_ptr<Gathered>& gathered) {
+  auto result = std::make_shared<Measured>();
+  result->of = gathered;
+  for (const auto& bucket : gathered->buckets()) {
+    const py::gil_scoped_release release;
+    result->found.push_back(std::make_shared<Measurement>(measure(bucket->slots())));
+  }
+  if (!gathered->collectives) return result;
+  if (!any_needs_norms(*gathered)) {
+    result->found = gathered->collectives->totals(result->found);
+    return result;
+  }
+  for (const auto& bucket : gathered->buckets()) {
+    const py::gil_scoped_release release;
+    result->weights.push_back(
+        std::make_shared<Measurement>(bucket->slots().weights(), bucket->device()));
+  }
+  std::tie(result->found, result->weights) =
+      gathered->collectives->of_tensors(result->found, result->weights);
+  return result;
 }
 
 }  // namespace
@@ -88,104 +97,61 @@ void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::T
       for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(member.state))
         if (is_tensor(value) && is_on_host(local_of(value)))
           new at::Tensor(local_of(value).detach());
-  given.callbacks = {callback(sum_updates, kept), callback(bucket.make_updates(), kept), {}};
+  given.sum_updates = callback(sum_updates, kept);
+  given.make_updates = callback(bucket.make_updates, kept);
   if (!bucket.row_norms().is_empty())
-    given.callbacks.normalise = [&](const auto&... now) { bucket.row_norms().normalise(now...); };
+    given.normalise = [&](const auto&... now) { bucket.row_norms().normalise(now...); };
   const py::gil_scoped_release release;
-  apply_(*bucket.layout().rule, bucket.slots(), hypers, verdict, given);
+  apply_(*bucket.layout()->rule, bucket.slots(), hypers, verdict, given);
 }
 
 // Call it before the optimizer lets go of tensors that a CUDA graph has captured: replays go on
 // with these, and the host does not notice a replay.
-void Stepper::warn_of_graph() {
-  if (std::exchange(captured_, false)) hooks_.attr("warn_of_graph")();
+void Steps::warn_of_graph() {
+  if (std::exchange(captured_, false)) package().warn_of_graph();
 }
 
-void Stepper::set_norm_history(const std::optional<std::array<double, 4>>& numbers) {
+void Steps::set_norm_history(const std::optional<std::array<double, 4>>& numbers) {
   warn_of_graph();
   log_.set_norm_history(numbers);
 }
 
-void Stepper::forget() {
-  const auto own = turn(busy_);
+void Steps::forget() {
   warn_of_graph();
-  gathered_.reset();
   log_.forget();
 }
 
-const std::shared_ptr<Gathered>& Stepper::gather(const Layouts& layouts, const py::list& rules,
-                                                 const py::list& groups, const py::dict& states) {
-  if (!gathered_ || !gathered_->is_current(layouts, groups, states)) {
-    hooks_.attr("check")(rules, groups, captured_);
-    warn_of_graph();
-    gathered_ = std::make_shared<Gathered>(layouts, groups, states, hooks_);
-  } else if (gathered_->has_no_gradient()) {
-    hooks_.attr("check_replaced")(groups);
-  }
-  gathered_->check_capture();
-  for (const auto& bucket : gathered_->buckets()) bucket->slots().find_gradients();
-  return gathered_;
+std::shared_ptr<Gathered> Steps::gather(const Layouts& rules, const py::list& groups,
+                                          const py::dict& states, const GroupInfo& info) {
+  warn_of_graph();
+  return std::make_shared<Gathered>(rules, groups, states, info);
 }
 
-std::shared_ptr<Measured> Stepper::measured(const Layouts& layouts, const py::object& read) const {
-  auto result = std::make_shared<Measured>();
-  result->of = gathered_;
-  for (const auto& bucket : gathered_->buckets()) {
-    if (!read.is_none()) {
-      result->found.push_back(py::cast<std::shared_ptr<Measurement>>(read(bucket)));
-      continue;
-    }
-    const py::gil_scoped_release release;
-    result->found.push_back(std::make_shared<Measurement>(amp_mp::measure(bucket->slots())));
-  }
-  const py::object& whole = gathered_->whole();
-  if (whole.is_none()) return result;
-  if (!any_needs_norms(layouts)) {
-    result->found = py::cast<Measurements>(whole.attr("totals")(result->found));
-    return result;
-  }
-  for (const auto& bucket : gathered_->buckets()) {
-    const py::gil_scoped_release release;
-    result->weights.push_back(
-        std::make_shared<Measurement>(bucket->slots().weights(), bucket->device()));
-  }
-  const py::object both = whole.attr("of_tensors")(result->found, result->weights);
-  std::tie(result->found, result->weights) = py::cast<std::pair<Measurements, Measurements>>(both);
-  return result;
-}
-
-std::shared_ptr<Measured> Stepper::measure(const py::list& rules, const py::list& groups,
-                                           const py::dict& states, const py::object& read) {
-  const auto own = turn(busy_);
-  const Layouts layouts = layouts_of(rules);
-  gather(layouts, rules, groups, states);
-  const std::shared_ptr<Measured> found = measured(layouts, read);
+std::shared_ptr<Measured> Steps::measure(const std::shared_ptr<Gathered>& gathered) {
+  gathered->find_gradients();
+  const std::shared_ptr<Measured> found = measured(gathered);
   // No step may follow, and zero_grad must be able to free the gradients.
-  for (const auto& bucket : gathered_->buckets()) bucket->slots().drop_gradients();
+  for (const auto& bucket : gathered->buckets()) bucket->slots().drop_gradients();
   return found;
 }
 
-py::object Stepper::step(const py::list& rules, const py::list& groups, const py::dict& states,
-                         const StepInputs& given, const StepOptions& options,
-                         const py::object& read) {
-  const auto own = turn(busy_);
-  refuse_step(groups);
-  const Layouts layouts = layouts_of(rules);
-  const std::shared_ptr<Gathered> gathered = gather(layouts, rules, groups, states);
+py::object Steps::step(const std::shared_ptr<Gathered>& gathered, const py::list& groups,
+                         const StepInputs& given, bool checks, std::optional<double> own_norm,
+                         const std::optional<NormLimit>& limit) {
+  gathered->find_gradients();
   const auto& buckets = gathered->buckets();
-  const py::object& whole = gathered->whole();
-  if (given.from_stock && !whole.is_none()) whole.attr("refuse_stock_scaler")();
+  const auto& collectives = gathered->collectives;
   const bool one_bucket = buckets.size() == 1;
-  const double max_norm = norm_to_clip_to(given, options);
-  const bool measures = given.measure || options.checks || max_norm > 0 ||
-                        std::any_of(layouts.begin(), layouts.end(),
+  const double max_norm = given.max_norm.value_or(0) != 0 ? *given.max_norm : own_norm.value_or(0);
+  const bool measures = given.measure || checks || max_norm > 0 ||
+                        std::any_of(gathered->rules().begin(), gathered->rules().end(),
                                     [](const Layout& each) { return each->rule->is_layerwise(); });
   std::shared_ptr<Measured> known = given.measured;
   // Scripts may have written masters since their norms were read.
-  const bool stale = !whole.is_none() && any_needs_norms(layouts);
+  const bool stale = collectives && any_needs_norms(*gathered);
   if (!known || known->of != gathered || stale) {
-    const bool alone = one_bucket && whole.is_none() && read.is_none();
-    known = alone || !measures ? nullptr : measured(layouts, read);
+    const bool alone = one_bucket && !collectives;
+    known = alone || !measures ? nullptr : measured(gathered);
   }
   at::Device device = at::kCPU;
   if (!buckets.empty())
@@ -204,8 +170,8 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   DecideTensors inputs = {scalar_on(device, given.scale), scalar_on(device, given.found_inf),
                           max_norm, updates_scale ? given.scale_update : nullptr,
                           log_.reports_on(device)};
-  inputs.limit = options.limit;
-  if (options.limit.window > 0) inputs.history = log_.history_on(device);
+  inputs.limit = limit.value_or(NormLimit{});
+  if (inputs.limit.window > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;
   if (one_bucket) {
     verdict = log_.verdict_on(device);
@@ -218,7 +184,7 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
   Interrupt interrupt;
   // With other processes the functions must not run again: they have collectives, and the others
   // would not take part a second time.
-  Interrupt* const kept = whole.is_none() ? &interrupt : nullptr;
+  Interrupt* const kept = collectives ? nullptr : &interrupt;
   for (size_t i = 0; i < buckets.size(); ++i) {
     Bucket& bucket = *buckets[i];
     at::Tensor local = one_device ? verdict : verdict.to(bucket.device());
@@ -226,8 +192,8 @@ py::object Stepper::step(const py::list& rules, const py::list& groups, const py
                         .found = known ? known->found[i].get() : nullptr};
     step.measures = one_bucket && measures && !step.found;
     if (known && !known->weights.empty()) step.weights = known->weights[i].get();
-    const bool sums = !whole.is_none() && bucket.layout().rule->needs_update_norm;
-    const py::object sum_updates = sums ? whole.attr("updates_of")(i) : py::none();
+    const bool sums = collectives && bucket.layout()->rule->needs_update_norm;
+    const py::object sum_updates = sums ? collectives->updates_of(int64_t(i)) : py::none();
     apply_bucket(bucket, hypers[i], local, std::move(step), sum_updates, kept);
   }
   int64_t moves = 0;

@@ -1,8 +1,8 @@
 #pragma once
-// An optimizer's step, in one call: gathers its tensors, then measures, decides and applies. Python
-// passes the param_groups and the state as they are, and does the collectives of shards.
+// An optimizer's step: Python asks whether the gathered tensors are still the optimizer's, has them
+// gathered again where they are not, and calls `step`, which measures, decides and applies
+// (optim/step/stepper.py).
 #include <array>
-#include <mutex>
 
 #include "torch/step/gathered.h"
 #include "torch/step/step.h"
@@ -11,7 +11,6 @@ namespace amp_mp {
 
 // A KeyboardInterrupt from a callback, or another BaseException that is no Exception.
 using Interrupt = std::optional<py::error_already_set>;
-using Measurements = std::vector<std::shared_ptr<Measurement>>;
 
 // Statistics of an optimizer's gradients, bucket by bucket, read before the step that uses them.
 struct Measured {
@@ -30,8 +29,6 @@ struct StepInputs {
   py::object found_inf = py::none();
   // Read the gradients for the verdict even if the optimizer needs no statistics.
   bool measure = false;
-  // Whether a torch.amp.GradScaler passes them, which does not know all processes.
-  bool from_stock = false;
 
   // Statistics that the scaler has read; the step then does not read the gradients for them.
   std::shared_ptr<Measured> measured;
@@ -39,13 +36,6 @@ struct StepInputs {
   std::optional<double> max_norm;
   // Move the loss scale by the step's verdict, if all parameters are on the scale's device.
   std::shared_ptr<ScaleUpdateTensors> scale_update;
-};
-
-// What an optimizer's own arguments ask of every step.
-struct StepOptions {
-  bool checks = false;   // whether it needs statistics, for its overflow check or a norm
-  double max_norm = 0;   // max_grad_norm; 0 for none
-  NormLimit limit = {};  // skip_norm_above; the history of a NormSpike is in the log
 };
 
 // The decisions of an optimizer's steps. On CUDA the device writes them to host memory
@@ -88,35 +78,33 @@ class StepLog {
   bool measured_ = false, scale_updated_ = false;
 };
 
-// The steps of one optimizer. A step waits for one in another thread.
-class Stepper {
+// The steps of one optimizer. Each call releases the GIL, and only one may be under way: Python's
+// Stepper has the lock.
+class Steps {
  public:
-  explicit Stepper(py::object hooks) : hooks_(std::move(hooks)) {}
-
-  // Drops the last step's report and all that was derived from param_groups and state.
+  // Drops the last step's report. Call it before the gathered tensors are let go: it warns where a
+  // CUDA graph has captured them.
   void forget();
   // Whether a CUDA graph has captured a step of the present tensors.
   bool is_captured() const { return captured_; }
   py::object norm_history() const { return log_.norm_history(); }
   void set_norm_history(const std::optional<std::array<double, 4>>& numbers);
-  // One step. Returns StepLog::skipped.
-  py::object step(const py::list& rules, const py::list& groups, const py::dict& states,
-                  const StepInputs& given, const StepOptions& options, const py::object& read);
-  // Reads the gradients, for a step that gets the result in its inputs. read: a function that reads
-  // a bucket's gradients, if the backward pass has read some already; or None.
-  std::shared_ptr<Measured> measure(const py::list& rules, const py::list& groups,
-                                    const py::dict& states, const py::object& read);
+  // An optimizer's tensors, checked, with the state that was missing.
+  std::shared_ptr<Gathered> gather(const Layouts& rules, const py::list& groups,
+                                   const py::dict& states, const GroupInfo& info);
+  // One step. Returns StepLog::skipped. checks: whether the optimizer needs statistics, for its
+  // overflow check or a norm. max_norm: its max_grad_norm. limit: its skip_norm_above; the history
+  // of a NormSpike is in the log.
+  py::object step(const std::shared_ptr<Gathered>& gathered, const py::list& groups,
+                  const StepInputs& given, bool checks, std::optional<double> max_norm,
+                  const std::optional<NormLimit>& limit);
+  // Reads the gradients, for a step that gets the result in its inputs.
+  std::shared_ptr<Measured> measure(const std::shared_ptr<Gathered>& gathered);
   StepLog& log() { return log_; }
 
  private:
-  const std::shared_ptr<Gathered>& gather(const Layouts& layouts, const py::list& rules,
-                                          const py::list& groups, const py::dict& states);
-  std::shared_ptr<Measured> measured(const Layouts& layouts, const py::object& read) const;
   void warn_of_graph();
 
-  std::recursive_mutex busy_;
-  py::object hooks_;
-  std::shared_ptr<Gathered> gathered_;
   bool captured_ = false;
   int64_t moves_ = 0;  // how often the buckets' tensors had moved up to the last step
   StepLog log_;
@@ -126,8 +114,8 @@ class Stepper {
 std::optional<at::Tensor> scalar_on(const at::Device& device, const py::object& number);
 
 // One step of the rule of a bucket; releases the GIL. `given` has no callbacks yet. sum_updates:
-// the function of StepCallbacks, or None. interrupt: gets an interrupt that comes while Python
-// makes updates, so that the step ends before it is raised; null to raise it at once.
+// the function of ApplyInputs, or None. interrupt: gets an interrupt that comes while Python makes
+// updates, so that the step ends before it is raised; null to raise it at once.
 void apply_bucket(Bucket& bucket, const std::vector<HyperTensors>& hypers, at::Tensor& verdict,
                   ApplyInputs given, const py::object& sum_updates, Interrupt* interrupt);
 
