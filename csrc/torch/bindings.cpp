@@ -101,7 +101,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("dtype"), py::arg("products"), py::arg("seconds"));
   py::dict work;  // multiplications of each shape
   for (const auto& [name, batches, m, n, k] : products::kShapes) work[name] = batches * m * n * k;
-  p.attr("work") = work;
+  py::setattr(p, "work", work);
   p.def("choice", &products::choice, py::arg("dtype"));
   p.def("ways", &products::ways, py::arg("dtype"));
   p.def(

@@ -50,6 +50,10 @@ RETIRED = (
 )
 
 
+# What native code reads by name: attributes of Python's objects, and of torch's.
+READ_BY_NAME = {"__dict__", "__all__", "get", "split", "wait", "dtype", "layout", "_local_tensor"}
+READ_BY_NAME |= {"get_swap_module_params_on_conversion"}
+
 # A file of csrc or of the package that a comment or docstring names by its folder.
 NAMED_FILE = re.compile(
     r"(?<![\w./-])(?:csrc/)?((?:core|cpu|cuda|torch(?!/csrc|/library))/[\w/]+\.(?:h|cpp|cu))\b"
@@ -182,6 +186,12 @@ def test_files_that_are_named_are_there() -> None:
     }
     assert len(named) > 100
     assert [each for each in sorted(named) if not (ROOT / "csrc" / each[1]).is_file()] == []
+
+
+def test_native_code_reads_no_name_of_the_package() -> None:
+    """Neither mypy nor a search would find it: it is passed down, or typed in functions.h."""
+    found = {name for p in NATIVE for name in re.findall(r'attr\("(\w+)"', p.read_text())}
+    assert found == READ_BY_NAME
 
 
 def test_numbers_of_statistics_and_verdicts_are_read_by_name() -> None:

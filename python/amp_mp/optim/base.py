@@ -110,7 +110,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return frozenset(self._own_defaults)
 
     def _make_stepper(self) -> None:
-        self._stepper = self._stepper_class(self, self._rules, self._own_keys())
+        rules = self._rules, type(self)._rule_of
+        self._stepper = self._stepper_class(self, *rules, self._own_keys())
 
     def _complete(self, group: Group) -> None:
         """Gives a param_group the numbers and formats that it lacks."""

@@ -46,10 +46,19 @@ class Stepper:
     call measures, decides and applies.
     """
 
-    def __init__(self, optimizer: Any, rules: tuple[Rule, ...], own_keys: frozenset[str]) -> None:
-        """rules: all that the optimizer may use. own_keys: the groups' entries that are its own."""
+    def __init__(
+        self,
+        optimizer: Any,
+        rules: tuple[Rule, ...],
+        rule_of: Callable[[Any, Group], Rule],
+        own_keys: frozenset[str],
+    ) -> None:
+        """rules: all that the optimizer may use. rule_of: gives that of one of its param_groups.
+
+        own_keys: the groups' entries that are the optimizer's own.
+        """
         self._optimizer = weakref.ref(optimizer)
-        self.rules, self.own_keys = rules, own_keys
+        self.rules, self._rule_of, self.own_keys = rules, rule_of, own_keys
         self.scaler_inputs: _C.StepInputs | None = None  # of the step under way, in step_with
         self.release: Any = None  # a Release (backward/release.py, which imports this)
         self.checked: Any = None  # states that the next load_state_dict needs not check
@@ -72,13 +81,12 @@ class Stepper:
 
     def rule_of(self, group: Group) -> Rule:
         """The rule of a param_group, also of one of a file."""
-        rule: Rule = self.optimizer._rule_of(group)
-        return rule
+        return self._rule_of(self.optimizer, group)
 
     def group_rules(self) -> list[Rule]:
         """The rule of each param_group."""
         optimizer = self.optimizer
-        return [optimizer._rule_of(group) for group in optimizer.param_groups]
+        return [self._rule_of(optimizer, group) for group in optimizer.param_groups]
 
     def forget(self) -> None:
         """Drops what is derived from param_groups and state, and the last step's report."""
@@ -128,7 +136,7 @@ class Stepper:
     def _gather(self, optimizer: Any) -> _C.Gathered:
         """The optimizer's tensors for a step, gathered again where a script exchanged something."""
         groups, states = optimizer.param_groups, optimizer.state
-        rules = [optimizer._rule_of(group) for group in groups]
+        rules = [self._rule_of(optimizer, group) for group in groups]
         if not self.replaced.had_gradient:
             self.check_replaced()
         gathered = self._gathered
