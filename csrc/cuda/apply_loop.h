@@ -104,7 +104,7 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     [[maybe_unused]] const auto stored = store_history<kMasterFormats>(
         to.master, w, at, n, whole, to.draws_weights() ? bytes.eight(true, at) : 0);
     if (to.has_copy) store_history<kGradFormats>(to.copy, w, at, n, whole);
-    if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
+    if constexpr (!needs_update_norm<Rule>) {  // the update_sums pass has stored the states
       [[maybe_unused]] const uint64_t random =
           kStates > 0 && to.draws() ? bytes.eight(false, at) : 0;
       if constexpr (kStates > 0)

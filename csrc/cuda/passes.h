@@ -41,8 +41,8 @@ struct StepPlan {
   const Slot* slots;
   int64_t count;
   const Hyper* hypers;
-  int chunk;         // elements of a thread block of apply: chunk_of
-  bool has_moments;  // the rule has a moments pass
+  int chunk;             // elements of a thread block of apply: chunk_of
+  bool has_update_sums;  // the rule has an update_sums pass
 };
 
 int chunk_of(const Slot* slots, int64_t count);
@@ -75,7 +75,7 @@ const char* apply(const RuleInfo& rule, const StepPlan& plan, const StepTable& t
                   const SpanSums& weights, void* slot_rules, const NormInputs& norms, void* stream);
 
 // The kernel that apply launches first: all that has to be known before tensors are touched.
-// updates_measured: called again after `moments`, because only the updates' norms are new.
+// updates_measured: called again after `update_sums`, because only the updates' norms are new.
 // reports: apply will not write the report.
 const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
                         const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,

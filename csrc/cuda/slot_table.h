@@ -1,5 +1,5 @@
 #pragma once
-// How a kernel reads the slots of an apply or moments pass.
+// How a kernel reads the slots of an apply or update_sums pass.
 #include "cuda/access.h"
 #include "cuda/step_table.h"
 
@@ -61,9 +61,9 @@ struct View {
   __device__ __forceinline__ View(const SlotEntry& e, const SlotRule<Rule>& slot_rule)
       : entry(e), slot_rule(slot_rule) {
     const uint32_t tag = e.tag;
-    const auto array = [&](int number, void* data, void* rest) {
+    const auto array = [&](int number, void* data, void* second) {
       wide = wide && is_wide(data);  // a missing array is wide
-      return Array{to_global(data), format_in<Layout>(tag, number), to_global(rest)};
+      return Array{to_global(data), format_in<Layout>(tag, number), to_global(second)};
     };
     grad = array(kGrad, slot_rule.grad, nullptr);
     master = array(kMaster, e.master, e.second);

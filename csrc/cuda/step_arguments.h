@@ -31,7 +31,7 @@ struct ShortPlan {
   __device__ __forceinline__ Hyper hyper_of(int group) const { return hyper[group]; }
   __device__ __forceinline__ void* grad_of(int t) const { return grad[t]; }
 
-  // Writes the table for apply and moments.
+  // Writes the table for apply and update_sums.
   __device__ __forceinline__ void write() const {
     const int t = int(threadIdx.x);
     if (t < count) entries[t] = entry[t];

@@ -37,11 +37,11 @@ class FormatEntry(TypedDict):
     name: str
     dtype: torch.dtype  # of the data
     width: int  # bytes of an element of it
-    rest_dtype: torch.dtype | None  # of the second array, None if the format has one array
-    rest_width: int  # bytes of an element of it, else 0
+    second_dtype: torch.dtype | None  # of the second array, None if the format has one array
+    second_width: int  # bytes of an element of it, else 0
     group: int  # how many elements of data share an element of the second array
     stochastic: bool  # whether storing draws random bits
-    split: bool  # whether data is a low-precision weight and rest its remainder
+    split: bool  # whether one array is a low-precision weight
     kinds: tuple[str, ...]  # arrays it may serve: "grad", "master", "moment", "square"
 
 def formats() -> list[FormatEntry]:
@@ -253,14 +253,14 @@ def qk_clip_factors(
 
 def average_(
     to: Sequence[Tensor],
-    to_rests: Tensors,
+    to_masters: Tensors,
     from_: Sequence[Tensor],
-    from_rests: Tensors,
+    from_masters: Tensors,
     decay: float,
 ) -> None:
     """to[i] += (1 - decay) * (from_[i] - to[i]) in float32.
 
-    A rest and its tensor together are the number: remainders of a split, or a float32 master.
+    A master and its tensor together are the number: a float32 tensor, or remainders.
     """
 
 def update_scale_(
@@ -291,7 +291,7 @@ def encode(
 ) -> tuple[Tensor, Tensor | None]:
     """New arrays of a format, in the layout of the values that they hold."""
 
-def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
+def decode(data: Tensor, second: Tensor | None, format: str) -> Tensor:
     """float32, in the shape and layout of data, which is dense."""
 
 def decoded_states(rule: Any, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:

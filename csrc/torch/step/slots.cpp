@@ -20,7 +20,7 @@ void prefetch_impl(const at::Tensor& t) {
 
 Array written(const ArrayTensors& t) {
   return {t.data.mutable_data_ptr(), t.format,
-          t.rest.defined() ? t.rest.mutable_data_ptr() : nullptr};
+          t.second.defined() ? t.second.mutable_data_ptr() : nullptr};
 }
 
 }  // namespace
@@ -47,7 +47,7 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
   if (own.master.defined()) f(own.master);
   for (const ArrayTensors& s : own.states) f(s.data);
   for (const ArrayTensors& s : own.states)
-    if (s.rest.defined()) f(s.rest);
+    if (s.second.defined()) f(s.second);
   f(own.clock);
 }
 

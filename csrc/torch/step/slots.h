@@ -19,7 +19,7 @@ struct SlotTensors {
   // The tensor that makes the parameter a master (core/splits.h): a float32 master, or int16 or
   // int8 remainders; undefined if the rule updates the parameter itself.
   at::Tensor master;
-  std::vector<ArrayTensors> states;  // the rule's; rest: scales of a state in groups
+  std::vector<ArrayTensors> states;  // the rule's
   bool stochastic = false;           // round a parameter without master stochastically
   at::Tensor clock;                  // float64 of 4 elements (core/rules/base.h, Clock)
   int64_t group = 0;                 // index into the step's hypers

@@ -177,7 +177,7 @@ void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>&
   };
   const StepCallbacks counted = {counting(callbacks.sum_updates), counting(callbacks.make_updates),
                                  callbacks.normalise};
-  Directions directions(rule, slots, chosen, counted, verdict);
+  StoredDirections directions(rule, slots, chosen, counted, verdict);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
