@@ -10,7 +10,7 @@ template <class Rule, int K>
 constexpr FormatSet kFormatsOfState =
     has_direction<Rule> && K == state_count<Rule> - 1 ? just(Format::bfloat16)
     : is_square<Rule, K>                              ? kSquareFormats
-    : K == 0                                          ? formats_with(kForMoment)
+    : Rule::kKept.of[K].kind == Kind::moment          ? formats_with(kForMoment)
                                                       : just(Format::float32);
 
 // Whether the kernels are compiled for the formats of a slot's states.
@@ -71,6 +71,9 @@ struct View {
     if constexpr (state_count<Rule> > 0) state[0] = array(kState0, e.state0, e.scales0);
     if constexpr (state_count<Rule> > 1) state[1] = array(kState0 + 1, e.state1, e.scales1);
     if constexpr (state_count<Rule> > 2) state[2] = array(kState0 + 2, e.state2, nullptr);
+    static_assert(Rule::kKept.of[2].kind == Kind::exact,
+                  "a SlotEntry has no scales for state 2, and draws() does not ask for it: a rule "
+                  "declares moments and squares before what is exact");
     has_copy = !is_split(master.format) && e.second;
   }
 
