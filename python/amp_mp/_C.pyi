@@ -13,22 +13,7 @@ Tensors = Sequence[Tensor | None]
 def build_info() -> dict[str, Any]:
     """What this library was built for: torch, CUDA, instruction set in use, compiler."""
 
-def bind_python(
-    *,
-    has_sharded_modules: Callable[[], bool],
-    is_dtensor: Callable[[Any], bool],
-    like: Callable[[Tensor, Any, tuple[int, ...] | None], Tensor],
-    whole: Callable[[Tensor], Tensor],
-    part: Callable[[Tensor, Tensor], Tensor],
-    part_of_whole: Callable[[Tensor, Tensor], Tensor],
-    is_placed_as: Callable[[Tensor, Tensor], bool],
-    shards_of: Callable[[Any], tuple[int, ...]],
-    origin_of: Callable[[Any], tuple[int, int, int]],
-    why_foreign: Callable[[Any], str],
-    local_gradient: Callable[[Any, str], Tensor | None],
-    refuse_param: Callable[[Tensor, str], None],
-    refuse_lost: Callable[[Tensor], None],
-) -> None:
+def bind_python(**functions: Callable[..., Any]) -> None:
     """The functions that native code calls, once: csrc/torch/python/functions.h."""
 
 class FormatEntry(TypedDict):
