@@ -663,6 +663,8 @@ class products:  # noqa: N801 (a submodule)
     """Products of low-precision tensors in float32: csrc/torch/products/products.h."""
 
     work: dict[str, int]  # multiplications of each shape that `measure` measures
+    # What `choose` was called with, of each dtype: the word and the seconds. Native code writes it.
+    chosen: dict[torch.dtype, tuple[str, dict[str, dict[str, float]]]]
     @staticmethod
     def choose(dtype: torch.dtype, products: str, seconds: dict[str, dict[str, float]]) -> None: ...
     @staticmethod
