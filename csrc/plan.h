@@ -19,7 +19,8 @@ namespace amp_mp {
 struct Array {
   void* data;
   Format format;
-  void* rest = nullptr;  // second array of a format of two: remainders, weights, or groups' scales
+  // The second array of a format of two: remainders, weights beside float32 masters, or scales.
+  void* second = nullptr;
 };
 
 constexpr int kGroupedStates = 2;  // the first states of a rule may be stored in groups
@@ -27,9 +28,9 @@ constexpr int kGroupedStates = 2;  // the first states of a rule may be stored i
 // One parameter in an apply pass. All arrays have `size` elements in the same order.
 struct Slot {
   int64_t size;
-  Array grad;               // still multiplied by the loss scale
-  Array master;             // what the rule updates: the weight, and its rest if it has one
-  Array copy;               // low-precision copy of a float32 weight, to be written; null for none
+  Array grad;    // still multiplied by the loss scale
+  Array master;  // what the rule updates: the weight, or a format of two arrays (core/splits.h)
+  Array copy;    // low-precision copy of a float32 weight, to be written; null for none
   Array state[kMaxStates];  // as many as the rule has; a direction is the last of them
   Clock* clock;
   int32_t group;          // index of its Hyper
@@ -178,7 +179,7 @@ AMP_MP_BOTH double update_loss_scale(const ScaleUpdate& u, bool found_inf, doubl
 }
 
 // What `decide` needs besides Statistics. Pointers may be null.
-struct DecideInputs {
+struct Criteria {
   const float *scale = nullptr, *found_inf = nullptr;
   double max_norm = 0;
   NormLimit limit;

@@ -31,7 +31,7 @@ struct M8 {
 struct Log8 {
   uint8_t code;
 };
-struct NoRest {};
+struct NoSecond {};
 
 constexpr int kGroup = 32;  // elements that share a scale in formats of groups (core/groups.h)
 
@@ -44,22 +44,22 @@ enum FormatProperty : uint32_t {
   kForSquare = 8,  // means and sums of squares
   kRandom = 16,    // storing draws random bits
   kSplit = 32,     // two arrays, one of them the low-precision weight (core/splits.h)
-  kGrouped = 64,   // rest is one scale for each group of kGroup elements
+  kGrouped = 64,   // the second array has one scale for each group of kGroup elements
   kForState = kForMoment | kForSquare,
   kForAll = kForGrad | kForMaster | kForState,
 };
 
 // Name in Python; element of the data array; torch's dtype for it; element of the second array
-// (plan.h, Array::rest), which is an integer, a bfloat16, a float16 or NoRest; properties.
+// (plan.h, Array), which is an integer, a bfloat16, a float16 or NoSecond; properties.
 // clang-format off
 #define AMP_MP_FOR_EACH_FORMAT(X)                                                            \
-  X(float32,             float,        Float,    NoRest,   kForAll)                          \
-  X(float16,             float16,      Half,     NoRest,   kForAll)                          \
-  X(bfloat16,            bfloat16,     BFloat16, NoRest,   kForAll)                          \
-  X(float16_root,        float16_root, Half,     NoRest,   kForSquare)                       \
-  X(float16_stochastic,  float16,      Half,     NoRest,   kForMaster | kRandom)             \
-  X(bfloat16_stochastic, bfloat16,     BFloat16, NoRest,   kForMaster | kForState | kRandom) \
-  X(ue8m8,               ue8m8,        Short,    NoRest,   kForSquare | kRandom)             \
+  X(float32,             float,        Float,    NoSecond, kForAll)                          \
+  X(float16,             float16,      Half,     NoSecond, kForAll)                          \
+  X(bfloat16,            bfloat16,     BFloat16, NoSecond, kForAll)                          \
+  X(float16_root,        float16_root, Half,     NoSecond, kForSquare)                       \
+  X(float16_stochastic,  float16,      Half,     NoSecond, kForMaster | kRandom)             \
+  X(bfloat16_stochastic, bfloat16,     BFloat16, NoSecond, kForMaster | kForState | kRandom) \
+  X(ue8m8,               ue8m8,        Short,    NoSecond, kForSquare | kRandom)             \
   X(m8,                  M8,           Char,     bfloat16, kForMoment | kGrouped | kRandom)  \
   X(log8,                Log8,         Byte,     uint8_t,  kForSquare | kGrouped | kRandom)  \
   X(bfloat16_float32,    float,        Float,    bfloat16, kForMaster | kSplit)              \
@@ -77,18 +77,18 @@ enum class Format : uint8_t { AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT) };
 template <class T>
 constexpr int kWidth = int(sizeof(T));  // bytes of an element
 template <>
-inline constexpr int kWidth<NoRest> = 0;
+inline constexpr int kWidth<NoSecond> = 0;
 
 struct FormatInfo {
   const char* name;
-  int width, rest_width;  // bytes of an element of data and of rest, 0 without rest
+  int width, second_width;  // bytes of an element of each array, 0 without the second
   uint32_t properties;
 
   constexpr bool is(uint32_t property) const { return (properties & property) != 0; }
 };
 
-#define AMP_MP_FORMAT(name, element, dtype, rest, properties) \
-  {#name, kWidth<element>, kWidth<rest>, properties},
+#define AMP_MP_FORMAT(name, element, dtype, second, properties) \
+  {#name, kWidth<element>, kWidth<second>, properties},
 constexpr FormatInfo kFormats[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT)};
 #undef AMP_MP_FORMAT
 #define AMP_MP_FORMAT(name, ...) #name,
@@ -99,11 +99,11 @@ constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
 // The element types of a format known when compiling.
 template <Format F>
 struct Elements;
-#define AMP_MP_FORMAT(name, element, dtype, rest, properties) \
-  template <>                                                 \
-  struct Elements<Format::name> {                             \
-    using Data = element;                                     \
-    using Rest = rest;                                        \
+#define AMP_MP_FORMAT(name, element, dtype, second, properties) \
+  template <>                                                   \
+  struct Elements<Format::name> {                               \
+    using Data = element;                                       \
+    using Second = second;                                      \
   };
 AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT)
 #undef AMP_MP_FORMAT
@@ -138,8 +138,8 @@ constexpr FormatSet kRandomFormats = formats_with(kRandom), kSplitFormats = form
 constexpr FormatSet kGroupedFormats = formats_with(kGrouped);
 constexpr FormatSet kWidth1 = formats_where([](const FormatInfo& f) { return f.width == 1; });
 constexpr FormatSet kWidth4 = formats_where([](const FormatInfo& f) { return f.width == 4; });
-constexpr FormatSet kRest1 =
-    formats_where([](const FormatInfo& f) { return f.is(kSplit) && f.rest_width == 1; });
+constexpr FormatSet kSecond1 =
+    formats_where([](const FormatInfo& f) { return f.is(kSplit) && f.second_width == 1; });
 
 // Whether storing draws random bits.
 AMP_MP_BOTH bool is_stochastic(Format f) { return is_in(kRandomFormats, f); }
@@ -150,8 +150,8 @@ AMP_MP_BOTH bool is_split(Format f) { return is_in(kSplitFormats, f); }
 // in `encode`.
 AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
 
-// Bytes of an element of data, and of its rest in a split format.
+// Bytes of an element of data, and of the second array of a split format.
 AMP_MP_BOTH int width_of(Format f) { return is_in(kWidth4, f) ? 4 : is_in(kWidth1, f) ? 1 : 2; }
-AMP_MP_BOTH int rest_width_of(Format f) { return !is_split(f) ? 0 : is_in(kRest1, f) ? 1 : 2; }
+AMP_MP_BOTH int second_width_of(Format f) { return !is_split(f) ? 0 : is_in(kSecond1, f) ? 1 : 2; }
 
 }  // namespace amp_mp

@@ -39,17 +39,17 @@ AMP_MP_BOTH float join_bits(bfloat16 high, uint32_t remainder) {
 }
 
 struct Split32 {
-  using Rest = int16_t;
+  using Master = int16_t;  // of the array beside the weight
 
-  static AMP_MP_BOTH float join(bfloat16 high, int16_t low) {
-    return join_bits(high, uint32_t(int32_t(low)));
+  static AMP_MP_BOTH float join(bfloat16 high, int16_t remainder) {
+    return join_bits(high, uint32_t(int32_t(remainder)));
   }
   // `u` of the comment above.
   static AMP_MP_BOTH uint32_t round(float x) { return canonical_bits(x); }
-  static AMP_MP_BOTH void split(float x, bfloat16& high, int16_t& low) {
+  static AMP_MP_BOTH void split(float x, bfloat16& high, int16_t& remainder) {
     const uint32_t u = round(x);
     high = {uint16_t((u + 0x8000u) >> 16)};
-    low = int16_t(u);
+    remainder = int16_t(u);
   }
 
   static constexpr uint32_t kStepBits = 26;
@@ -57,16 +57,16 @@ struct Split32 {
 };
 
 struct Split24 {
-  using Rest = int8_t;
+  using Master = int8_t;
 
-  static AMP_MP_BOTH float join(bfloat16 high, int8_t low) {
-    return join_bits(high, uint32_t(int32_t(low)) << 8);
+  static AMP_MP_BOTH float join(bfloat16 high, int8_t remainder) {
+    return join_bits(high, uint32_t(int32_t(remainder)) << 8);
   }
   static AMP_MP_BOTH uint32_t round(float x) { return add_to_bits(x, 0x80u); }
-  static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& low) {
+  static AMP_MP_BOTH void split(float x, bfloat16& high, int8_t& remainder) {
     const uint32_t u = round(x);
     high = {uint16_t((u + 0x8000u) >> 16)};
-    low = int8_t(u >> 8);
+    remainder = int8_t(u >> 8);
   }
 
   static constexpr uint32_t kStepBits = 18;
@@ -75,7 +75,7 @@ struct Split24 {
 
 // A float32 master beside its weight, which is rounded to nearest even and saturates in float16.
 struct WholeMaster {
-  using Rest = float;
+  using Master = float;
 
   // `rounded`: the master as it would be stored in the weight.
   template <class T>
@@ -95,7 +95,7 @@ struct WholeMaster {
 };
 
 // The split whose remainder has the given type.
-template <class Rest>
+template <class Remainder>
 struct SplitWith;
 template <>
 struct SplitWith<int16_t> {
@@ -105,8 +105,8 @@ template <>
 struct SplitWith<int8_t> {
   using type = Split24;
 };
-template <class Rest>
-using SplitOf = typename SplitWith<Rest>::type;
+template <class Remainder>
+using SplitOf = typename SplitWith<Remainder>::type;
 
 // The bits of 2^max(E, -14), E being the exponent of a decoded float16; 15 for infinity and NaN.
 AMP_MP_BOTH uint32_t binade(float weight) {
@@ -116,25 +116,27 @@ AMP_MP_BOTH uint32_t binade(float weight) {
 }
 
 template <class Split>
-AMP_MP_BOTH float join_float16(float weight, typename Split::Rest rest) {
-  const float sum = weight + float(rest) * from_bits(binade(weight) - (Split::kStepBits << 23));
+AMP_MP_BOTH float join_float16(float weight, typename Split::Master remainder) {
+  const float sum =
+      weight + float(remainder) * from_bits(binade(weight) - (Split::kStepBits << 23));
   return select(weight == 0.0f, weight, sum);
 }
 
 // An average beside a float16 weight, which the averaging pass alone writes, from what join_float16
-// gives. Without the rest beside 0, an average that begins there would lose updates below 2^-25.
-AMP_MP_BOTH float average_of_float16(float joined, int16_t rest) {
-  return select(joined == 0.0f, float(rest) * 0x1p-40f, joined);
+// gives. Without the remainder beside 0, an average that begins there would lose updates below
+// 2^-25.
+AMP_MP_BOTH float average_of_float16(float joined, int16_t remainder) {
+  return select(joined == 0.0f, float(remainder) * 0x1p-40f, joined);
 }
 
 // x has been saturated and rounded to `weight`. Adding 1.5 * 2^23 rounds to an integer.
 template <class Split>
-AMP_MP_BOTH typename Split::Rest rest_of_float16(float x, float weight) {
+AMP_MP_BOTH typename Split::Master remainder_of_float16(float x, float weight) {
   float r = (x - weight) * from_bits(((254u + Split::kStepBits) << 23) - binade(weight));
   int32_t steps = int32_t(to_bits(r + 12582912.0f) & kMagnitude) - 0x4B400000;
   steps = steps < Split::kLargest ? steps : Split::kLargest;
   steps = steps > -Split::kLargest ? steps : -Split::kLargest;
-  return typename Split::Rest(steps);
+  return typename Split::Master(steps);
 }
 
 }  // namespace amp_mp

@@ -26,11 +26,11 @@ struct LowGrad {
 };
 
 template <class Split>
-struct Joined {  // a bfloat16 weight and its rest
+struct Joined {  // a bfloat16 weight and its master
   bfloat16* __restrict high;
-  typename Split::Rest* __restrict rest;
-  AMP_MP_BOTH float get(int i) const { return Split::join(high[i], rest[i]); }
-  AMP_MP_BOTH void put(int i, float x, uint32_t) const { Split::split(x, high[i], rest[i]); }
+  typename Split::Master* __restrict master;
+  AMP_MP_BOTH float get(int i) const { return Split::join(high[i], master[i]); }
+  AMP_MP_BOTH void put(int i, float x, uint32_t) const { Split::split(x, high[i], master[i]); }
 };
 
 template <Format F>
@@ -57,12 +57,12 @@ AMP_MP_BOTH Access open(Array array, int64_t at, float* tile, int n) {
     return {};
   } else if constexpr (std::is_same_v<Access, Floats>) {
     return {open_tile(array, at, tile, n)};
-  } else if constexpr (requires(Access a) { a.rest; }) {
+  } else if constexpr (requires(Access a) { a.master; }) {
     constexpr bool is_whole =
         std::is_same_v<Access, Joined<WholeMaster>>;  // the weight comes second
     Access a = {};
-    a.high = at_element<bfloat16>(is_whole ? array.rest : array.data, at);
-    a.rest = static_cast<decltype(a.rest)>(is_whole ? array.data : array.rest) + at;
+    a.high = at_element<bfloat16>(is_whole ? array.second : array.data, at);
+    a.master = static_cast<decltype(a.master)>(is_whole ? array.data : array.second) + at;
     return a;
   } else {
     Access a = {};

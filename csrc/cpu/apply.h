@@ -80,7 +80,7 @@ AMP_MP_BOTH void apply_as(const Slot slot, int64_t begin, int64_t end, const Rul
       if (slot.copy.data) store_tile(w.at, slot.copy, i, tile, nullptr, n);
     }
     close(w, slot.master, i, master, tile, draw_weights ? weight_bytes.of(i, n) : nullptr, n);
-    if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
+    if constexpr (!needs_update_norm<Rule>) {  // the update_sums pass has stored the states
       close(s0, slot.state[0], i, state[0], tile, random, n);
       close(s1, slot.state[1], i, state[1], tile, random, n);
       close(s2, slot.state[2], i, state[2], tile, random, n);
@@ -120,7 +120,7 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
     const uint8_t* random = bytes.of(i, n);
     const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
     const MasterPairs w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
-                           reinterpret_cast<Half*>(at_element<int8_t>(slot.master.rest, i))};
+                           reinterpret_cast<Half*>(at_element<int8_t>(slot.master.second, i))};
     const StatePairs<F0> s0 = open_pairs<F0>(slot.state[0], i, halves[0], n);
     const StatePairs<F1> s1 = open_pairs<F1>(slot.state[1], i, halves[1], n);
     update_pairs(rule, multiplier, g, w, s0, s1, reinterpret_cast<const Half*>(random), n / 2);

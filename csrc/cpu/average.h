@@ -20,8 +20,8 @@ AMP_MP_OWN void average_as(const Transfer& t, int64_t begin, int64_t end, Averag
     const int n = int(end - i < kPiece ? end - i : kPiece);
     const To to = open<To>(t.to, i, old, n);
     if (t.to.format == Format::float16_split32) {
-      const int16_t* rest = at_element<int16_t>(t.to.rest, i);
-      for (int k = 0; k < n; ++k) old[k] = average_of_float16(old[k], rest[k]);
+      const int16_t* remainder = at_element<int16_t>(t.to.second, i);
+      for (int k = 0; k < n; ++k) old[k] = average_of_float16(old[k], remainder[k]);
     }
     average_elements(to, open<From>(t.from, i, x, n), averaging, n);
     close(to, t.to, i, old, old, nullptr, n);

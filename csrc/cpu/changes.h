@@ -36,7 +36,7 @@ AMP_MP_BOTH const uint16_t* numbers_of(const Array& weights, Format format, int6
     return made;
   }
   const bool is_second = width_of(weights.format) == 4;
-  return at_element<uint16_t>(is_second ? weights.rest : weights.data, at);
+  return at_element<uint16_t>(is_second ? weights.second : weights.data, at);
 }
 
 // Sums side by side, of which the total counts: adding them up at each tile would take as long as

@@ -15,14 +15,14 @@ constexpr bool has(uint32_t property) {
 template <Format F>
 AMP_MP_BOTH void decode_as(const Array& from, int64_t at, float* __restrict to, int n) {
   using Data = typename Elements<F>::Data;
-  using Rest = typename Elements<F>::Rest;
+  using Second = typename Elements<F>::Second;
   const Data* data = at_element<Data>(from.data, at);
   if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
-    join_tile<WholeMaster>(at_element<Rest>(from.rest, at), data, to, n);
+    join_tile<WholeMaster>(at_element<Second>(from.second, at), data, to, n);
   } else if constexpr (has<F>(kSplit)) {
-    join_tile<SplitOf<Rest>>(data, at_element<Rest>(from.rest, at), to, n);
+    join_tile<SplitOf<Second>>(data, at_element<Second>(from.second, at), to, n);
   } else if constexpr (has<F>(kGrouped)) {
-    decode_groups(data, at_element<Rest>(from.rest, at / kGroup), to, n);
+    decode_groups(data, at_element<Second>(from.second, at / kGroup), to, n);
   } else {
     decode_tile(data, to, n);
   }
@@ -32,14 +32,14 @@ template <Format F>
 AMP_MP_BOTH void encode_as(const float* __restrict from, const Array& to, int64_t at,
                            const uint8_t* __restrict random, int n) {
   using Data = typename Elements<F>::Data;
-  using Rest = typename Elements<F>::Rest;
+  using Second = typename Elements<F>::Second;
   Data* data = at_element<Data>(to.data, at);
   if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
-    split_tile<WholeMaster>(from, at_element<Rest>(to.rest, at), data, n);
+    split_tile<WholeMaster>(from, at_element<Second>(to.second, at), data, n);
   } else if constexpr (has<F>(kSplit)) {
-    split_tile<SplitOf<Rest>>(from, data, at_element<Rest>(to.rest, at), n);
+    split_tile<SplitOf<Second>>(from, data, at_element<Second>(to.second, at), n);
   } else if constexpr (has<F>(kGrouped)) {
-    encode_groups(from, data, at_element<Rest>(to.rest, at / kGroup), random, n);
+    encode_groups(from, data, at_element<Second>(to.second, at / kGroup), random, n);
   } else if constexpr (has<F>(kRandom)) {
     encode_tile(from, data, random, n);
   } else {

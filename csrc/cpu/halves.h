@@ -71,7 +71,7 @@ template <class Group>
 AMP_MP_BOTH void decode_halves(const Array& from, int64_t at, Halves& to, int n) {
   using Code = typename Group::Code;
   alignas(64) uint32_t scale[kTileGroups] = {}, base[kTileGroups];
-  const auto* scales = static_cast<const typename Group::Scale*>(from.rest) + at / kGroup;
+  const auto* scales = static_cast<const typename Group::Scale*>(from.second) + at / kGroup;
   const Half* codes = reinterpret_cast<const Half*>(static_cast<const Code*>(from.data) + at);
   for (int g = 0; g < n / kGroup; ++g) scale[g] = Group::load(scales[g]);
   uint32_t bad = 0;
@@ -99,7 +99,7 @@ AMP_MP_BOTH void encode_halves(Halves& from, const Array& to, int64_t at, const 
                                int n) {
   using Code = typename Group::Code;
   alignas(64) uint32_t scale[kTileGroups], offset[kTileGroups];
-  auto* scales = static_cast<typename Group::Scale*>(to.rest) + at / kGroup;
+  auto* scales = static_cast<typename Group::Scale*>(to.second) + at / kGroup;
   const float* __restrict even = from.even, * __restrict odd = from.odd;
   uint32_t* __restrict each = from.each;
   uint32_t bad = 0;

@@ -10,11 +10,11 @@ namespace amp_mp::cpu {
 struct Loops {
   void (*apply)(const Slot& slot, int64_t begin, int64_t end, const void* rule, float multiplier,
                 uint64_t seed);
-  // First passes of rules that have two: cpu/moments.h; of updates at most one kSpan.
+  // First passes of rules that have two: cpu/first_passes.h; of update_sums at most one kSpan.
   void (*directions)(const Slot& slot, int64_t begin, int64_t end, const void* rule,
                      float multiplier, uint64_t seed);
-  UpdateSums (*updates)(const Slot& slot, int64_t begin, int64_t end, const void* rule,
-                        float multiplier, uint64_t seed);
+  UpdateSums (*update_sums)(const Slot& slot, int64_t begin, int64_t end, const void* rule,
+                            float multiplier, uint64_t seed);
 };
 
 // Loops that know no rule.

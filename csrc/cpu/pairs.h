@@ -32,17 +32,17 @@ struct GradPairs {
 // Split24 of core/splits.h.
 struct MasterPairs {
   Word* __restrict high;
-  Half* __restrict rest;
+  Half* __restrict remainder;
 
   // The sign of a remainder is extended by a subtraction: x ^ 0x80 is x + 128.
   AMP_MP_BOTH Two get(int i) const {
-    const uint32_t two = high[i], low = uint32_t(rest[i]) ^ 0x8080u;
+    const uint32_t two = high[i], low = uint32_t(remainder[i]) ^ 0x8080u;
     return {join(two << 16, low << 8), join(two & kUpper, low)};
   }
   AMP_MP_BOTH void put(int i, Two x) const {
     const uint32_t even = Split24::round(x.even), odd = Split24::round(x.odd);
     high[i] = upper_halves(even + 0x8000u, odd + 0x8000u);
-    rest[i] = uint16_t(pick(0xFFu, even >> 8, odd));
+    remainder[i] = uint16_t(pick(0xFFu, even >> 8, odd));
   }
 
  private:

@@ -59,7 +59,7 @@ void prefetch(const Slot& slot) {
   };
   const auto array = [&](const Array& a) {
     lines(a.data, width_of(a.format));
-    lines(a.rest, rest_width_of(a.format));
+    lines(a.second, second_width_of(a.format));
   };
   array(slot.grad);
   array(slot.master);
@@ -198,7 +198,7 @@ void apply(const RuleInfo& rule, const Slot* slots, int64_t count, const Hyper* 
     const int64_t spans = count_spans_of(slots, count);
     for_each_span(slots, count, threads, [&](int64_t i, int64_t begin, int64_t end, int64_t span) {
       const Slot& s = slots[i];
-      const UpdateSums sums = loops.updates(s, begin, end, made(i), factor(s), seed(s));
+      const UpdateSums sums = loops.update_sums(s, begin, end, made(i), factor(s), seed(s));
       Statistics* const to = inputs.update_spans + span;
       to[0] = {sums.update, 0, 0};
       to[spans] = {sums.along, 0, 0};

@@ -51,30 +51,30 @@ AMP_MP_BOTH void saturate_tile(const float* __restrict from, float* __restrict t
 // Masters of two parts (core/splits.h).
 template <class Split>
 AMP_MP_BOTH void join_tile(const bfloat16* __restrict high,
-                           const typename Split::Rest* __restrict rest, float* __restrict to,
+                           const typename Split::Master* __restrict master, float* __restrict to,
                            int n) {
-  for (int i = 0; i < n; ++i) to[i] = Split::join(high[i], rest[i]);
+  for (int i = 0; i < n; ++i) to[i] = Split::join(high[i], master[i]);
 }
 
 template <class Split>
-AMP_MP_BOTH void join_tile(const float16* high, const typename Split::Rest* __restrict rest,
+AMP_MP_BOTH void join_tile(const float16* high, const typename Split::Master* __restrict remainder,
                            float* __restrict to, int n) {
   decode_tile(high, to, n);
-  for (int i = 0; i < n; ++i) to[i] = join_float16<Split>(to[i], rest[i]);
+  for (int i = 0; i < n; ++i) to[i] = join_float16<Split>(to[i], remainder[i]);
 }
 
 template <class Split>
 AMP_MP_BOTH void split_tile(const float* __restrict from, bfloat16* __restrict high,
-                            typename Split::Rest* __restrict rest, int n) {
-  for (int i = 0; i < n; ++i) Split::split(from[i], high[i], rest[i]);
+                            typename Split::Master* __restrict master, int n) {
+  for (int i = 0; i < n; ++i) Split::split(from[i], high[i], master[i]);
 }
 
 template <class Split>
 AMP_MP_BOTH void split_tile(const float* __restrict from, float16* high,
-                            typename Split::Rest* __restrict rest, int n) {
+                            typename Split::Master* __restrict remainder, int n) {
   alignas(64) float x[kTile], weight[kTile];
   round_tile(from, x, high, weight, n);
-  for (int i = 0; i < n; ++i) rest[i] = rest_of_float16<Split>(x[i], weight[i]);
+  for (int i = 0; i < n; ++i) remainder[i] = remainder_of_float16<Split>(x[i], weight[i]);
 }
 
 // A whole master beside a float16 weight.

@@ -10,7 +10,7 @@ constexpr const char* kAbsent = "amp_mp was built without CUDA";
 bool is_built() { return false; }
 const char* measure(const Reading*, const SpanSums&, void*) { return kAbsent; }
 const char* combine(const SpanSums&, void*) { return kAbsent; }
-const char* decide(const Statistics*, const DecideInputs&, Verdict*, void*) { return kAbsent; }
+const char* decide(const Statistics*, const Criteria&, Verdict*, void*) { return kAbsent; }
 const char* copy(const Transfer*, int64_t, const Verdict*, double, void*) { return kAbsent; }
 const char* average(const Transfer*, int64_t, double, void*) { return kAbsent; }
 const char* compare(const Comparison*, int64_t, void*) { return kAbsent; }
@@ -29,7 +29,7 @@ const char* free_on_host(void*) { return kAbsent; }
 bool addresses_host(int) { return false; }
 const char* allocate_for_both(size_t, void*&) { return kAbsent; }
 
-const char* apply(const RuleInfo&, const StepPlan&, const StepTable&, const DecideInputs*, Verdict*,
+const char* apply(const RuleInfo&, const StepPlan&, const StepTable&, const Criteria*, Verdict*,
                   const SpanSums&, const SpanSums&, void*, const NormInputs&, void*) {
   return kAbsent;
 }

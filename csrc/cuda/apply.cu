@@ -4,8 +4,8 @@
 #include "core/family.h"
 #include "cuda/apply_loop.h"
 #include "cuda/directions.h"
-#include "cuda/moments.h"
 #include "cuda/rule_kernels.h"
+#include "cuda/update_sums.h"
 
 namespace amp_mp::cuda {
 namespace {
@@ -41,7 +41,7 @@ const char* launch_apply(const StepList& list, int64_t blocks, bool notes, const
 template <class Rule>
 constexpr RuleKernels kernels_of() {
   RuleKernels kernels = {is_compiled<Rule>, launch_apply<Rule>, nullptr, nullptr};
-  if constexpr (needs_update_norm<Rule>) kernels.moments = launch_moments<Rule>;
+  if constexpr (needs_update_norm<Rule>) kernels.update_sums = launch_update_sums<Rule>;
   if constexpr (has_direction<Rule>) kernels.directions = launch_directions<Rule>;
   return kernels;
 }

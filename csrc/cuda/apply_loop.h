@@ -39,6 +39,92 @@ __device__ __forceinline__ const Array& source_of(const View<Rule, Layout>& slot
   return slot.grad;
 }
 
+// Eight elements of every array that apply reads: as they are stored, then as float32. Those that a
+// rule does not have leave no trace.
+template <class Rule>
+struct Eight {
+  // `directions` has stored those of a rule that has one.
+  static constexpr int kStates = has_direction<Rule> ? 0 : state_count<Rule>;
+  Held<kSourceFormats<Rule>> grad;
+  Held<kMasterFormats> master;
+  Held<kFormatsOfState<Rule, 0>> first;
+  Held<kFormatsOfState<Rule, 1>> second;
+  Held<kFormatsOfState<Rule, 2>> third;
+  float g[kPack], w[kPack], s0[kPack], s1[kPack], s2[kPack];
+
+  template <class Slot>
+  __device__ __forceinline__ void read(const Slot& from, int64_t at, int n, bool whole) {
+    const auto all = [&](bool at_once) {
+      grad.read(source_of(from), at, n, at_once);
+      master.read(from.master, at, n, at_once);
+      if constexpr (kStates > 0) first.read(from.state[0], at, n, at_once);
+      if constexpr (kStates > 1) second.read(from.state[1], at, n, at_once);
+      if constexpr (kStates > 2) third.read(from.state[2], at, n, at_once);
+    };
+    if (whole) {  // one branch for all arrays, or each array's loads wait for those before
+      all(true);
+    } else {
+      all(false);
+    }
+  }
+
+  template <class Slot>
+  __device__ __forceinline__ void decode(const Slot& from) {
+    grad.decode(source_of(from).format, g);
+    master.decode(from.master.format, w);
+    if constexpr (kStates > 0) first.decode(from.state[0].format, s0);
+    if constexpr (kStates > 1) second.decode(from.state[1].format, s1);
+    if constexpr (kStates > 2) third.decode(from.state[2].format, s2);
+  }
+
+  __device__ __forceinline__ void step(const Rule& rule, float multiplier) {
+    if constexpr (has_direction<Rule>) update(rule.step, multiplier, g, w);
+    if constexpr (kStates == 0 && !has_direction<Rule>) update(rule, multiplier, g, w);
+    if constexpr (kStates == 1) update(rule, multiplier, g, w, s0);
+    if constexpr (kStates == 2) update(rule, multiplier, g, w, s0, s1);
+    if constexpr (kStates == 3) update(rule, multiplier, g, w, s0, s1, s2);
+  }
+
+  // Returns the master as it is stored.
+  template <class Slot>
+  __device__ __forceinline__ Held<kMasterFormats> store_weights(const Slot& to,
+                                                                const Randomness& bytes, int64_t at,
+                                                                int n, bool whole) {
+    const auto stored = store_history<kMasterFormats>(
+        to.master, w, at, n, whole, to.draws_weights() ? bytes.eight(true, at) : 0);
+    if (to.has_copy) store_history<kGradFormats>(to.copy, w, at, n, whole);
+    return stored;
+  }
+
+  template <class Slot>
+  __device__ __forceinline__ void store_states(const Slot& to, const Randomness& bytes, int64_t at,
+                                               int n, bool whole) {
+    if constexpr (!needs_update_norm<Rule>) {  // the update_sums pass has stored them
+      [[maybe_unused]] const uint64_t random =
+          kStates > 0 && to.draws() ? bytes.eight(false, at) : 0;
+      if constexpr (kStates > 0)
+        store_history<kFormatsOfState<Rule, 0>>(to.state[0], s0, at, n, whole, random);
+      if constexpr (kStates > 1)
+        store_history<kFormatsOfState<Rule, 1>>(to.state[1], s1, at, n, whole, random);
+      if constexpr (kStates > 2)
+        store_history<kFormatsOfState<Rule, 2>>(to.state[2], s2, at, n, whole, random);
+    }
+  }
+};
+
+// Whether the numbers of the weights, which noting compares, stay at hand: where the layout's
+// weight is the first array of a split. Else they are read once more, before the first store and
+// behind the last, because registers are scarce.
+template <uint32_t Layout>
+constexpr bool kKeepsNumbers = Layout != kAnyTag && format_of(Layout, kMaster) != Format::float32;
+
+template <uint32_t Layout, class Slot>
+__device__ __forceinline__ Numbers numbers_of(const Slot& slot, const Held<kMasterFormats>& master,
+                                              int64_t at, int n, bool whole) {
+  if constexpr (kKeepsNumbers<Layout>) return Numbers::of(master.data, n);
+  return Numbers::read(slot.master, slot.changes().format, at, n, whole);
+}
+
 // kNotes: changes of weights are noted where a slot wants it. Without it there is no trace of that.
 template <class Rule, uint32_t Layout, bool kNotes>
 __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chunk& chunk,
@@ -49,8 +135,6 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
   const Randomness randomness = slot.randomness();
   const Rule rule = slot_rule.rule;
   const float multiplier = has_direction<Rule> ? 1.0f : slot_rule.multiplier;
-  // `directions` has stored those of a rule that has one.
-  constexpr int kStates = has_direction<Rule> ? 0 : state_count<Rule>;
   [[maybe_unused]] uint32_t added = 0;  // to the sum of the weights
 
   // `all`, std::true_type: all threads have eight elements, at aligned addresses.
@@ -60,64 +144,22 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     const int64_t at = begin + i;
     const View<Rule, Layout> from = slot.again();
     const bool whole = kAll || (has_eight(n) && from.wide);
-    Held<kSourceFormats<Rule>> grad;
-    Held<kMasterFormats> master;
-    [[maybe_unused]] Held<kFormatsOfState<Rule, 0>> first;
-    [[maybe_unused]] Held<kFormatsOfState<Rule, 1>> second;
-    [[maybe_unused]] Held<kFormatsOfState<Rule, 2>> third;
-    const auto read = [&](bool at_once) {
-      grad.read(source_of(from), at, n, at_once);
-      master.read(from.master, at, n, at_once);
-      if constexpr (kStates > 0) first.read(from.state[0], at, n, at_once);
-      if constexpr (kStates > 1) second.read(from.state[1], at, n, at_once);
-      if constexpr (kStates > 2) third.read(from.state[2], at, n, at_once);
-    };
-    if (whole) {  // one branch for all arrays, or each array's loads wait for those before
-      read(true);
-    } else {
-      read(false);
-    }
-    float g[kPack], w[kPack];
-    [[maybe_unused]] float s0[kPack], s1[kPack], s2[kPack];
-    grad.decode(source_of(from).format, g);
-    master.decode(from.master.format, w);
-    if constexpr (kStates > 0) first.decode(from.state[0].format, s0);
-    if constexpr (kStates > 1) second.decode(from.state[1].format, s1);
-    if constexpr (kStates > 2) third.decode(from.state[2].format, s2);
-    if constexpr (has_direction<Rule>) update(rule.step, multiplier, g, w);
-    if constexpr (kStates == 0 && !has_direction<Rule>) update(rule, multiplier, g, w);
-    if constexpr (kStates == 1) update(rule, multiplier, g, w, s0);
-    if constexpr (kStates == 2) update(rule, multiplier, g, w, s0, s1);
-    if constexpr (kStates == 3) update(rule, multiplier, g, w, s0, s1, s2);
+    Eight<Rule> own;
+    own.read(from, at, n, whole);
+    own.decode(from);
+    own.step(rule, multiplier);
     const View<Rule, Layout> to = slot.again();
     const Randomness bytes = Layout == kAnyTag ? to.randomness() : randomness;
     const bool notes = kNotes && to.entry.changes;
-    // The numbers stay at hand where the layout's weight is the first array of a split. Else they
-    // are read once more, now and behind the last store, because registers are scarce.
-    constexpr bool kKeeps = Layout != kAnyTag && format_of(Layout, kMaster) != Format::float32;
-    const auto numbers = [&] {
-      return Numbers::read(to.master, to.changes().format, at, n, whole);
-    };
     [[maybe_unused]] Numbers before = {};
-    if constexpr (kNotes && kKeeps) before = Numbers::of(master.data, n);
-    if (kNotes && !kKeeps && notes) before = numbers();
-    [[maybe_unused]] const auto stored = store_history<kMasterFormats>(
-        to.master, w, at, n, whole, to.draws_weights() ? bytes.eight(true, at) : 0);
-    if (to.has_copy) store_history<kGradFormats>(to.copy, w, at, n, whole);
-    if constexpr (!needs_update_norm<Rule>) {  // the moments pass has stored the states
-      [[maybe_unused]] const uint64_t random =
-          kStates > 0 && to.draws() ? bytes.eight(false, at) : 0;
-      if constexpr (kStates > 0)
-        store_history<kFormatsOfState<Rule, 0>>(to.state[0], s0, at, n, whole, random);
-      if constexpr (kStates > 1)
-        store_history<kFormatsOfState<Rule, 1>>(to.state[1], s1, at, n, whole, random);
-      if constexpr (kStates > 2)
-        store_history<kFormatsOfState<Rule, 2>>(to.state[2], s2, at, n, whole, random);
-    }
+    if constexpr (kNotes)
+      if (kKeepsNumbers<Layout> || notes) before = numbers_of<Layout>(to, own.master, at, n, whole);
+    [[maybe_unused]] const auto stored = own.store_weights(to, bytes, at, n, whole);
+    own.store_states(to, bytes, at, n, whole);
     if constexpr (kNotes)
       if (notes)
-        added += compare(before, kKeeps ? Numbers::of(stored.data, n) : numbers(),
-                         to.changes().bits(), at);
+        added +=
+            compare(before, numbers_of<Layout>(to, stored, at, n, whole), to.changes().bits(), at);
   };
   // Every thread runs the same number of iterations, because groups exchange numbers between
   // threads.

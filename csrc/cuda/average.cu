@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     held_x.decode(from.format, x);
     if (to.format == Format::float16_split32)
       for (int k = 0; k < kPack; ++k)
-        average[k] = average_of_float16(average[k], int16_t(held_average.rest.half(k)));
+        average[k] = average_of_float16(average[k], int16_t(held_average.second.half(k)));
     for (int k = 0; k < kPack; ++k) average[k] = averaging(average[k], x[k]);
     store_history<kFormatsHere>(to, average, at, n, whole);
   }

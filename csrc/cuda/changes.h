@@ -45,7 +45,7 @@ struct Numbers {
     } else {
       const bool is_second = width_of(weights.format) == 4;
       const Pack8 held =
-          cuda::read<false>(is_second ? weights.rest : weights.data, at, 2, n, whole);
+          cuda::read<false>(is_second ? weights.second : weights.data, at, 2, n, whole);
       for (int j = 0; j < kPack / 2; ++j) numbers.word[j] = held.word[j];
     }
     return numbers;

@@ -15,7 +15,7 @@ struct Held {
   // The word of data that has a group's scale, behind its codes, as it lies in memory: decoding it
   // while reading would wait for it before the next array is requested.
   static constexpr int kScale = 2;
-  Pack8 data, rest;
+  Pack8 data, second;
 
   // Whether f is one of `Some`; false at compile time if none of them is in Formats.
   template <Format... Some>
@@ -34,9 +34,9 @@ struct Held {
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
     data = cuda::read<kNarrow>(from.data, at, width_of(from.format), n, whole);
     if constexpr (kSplits)
-      rest = cuda::read<true>(from.rest, at, rest_width_of(from.format), n, whole);
+      second = cuda::read<true>(from.second, at, second_width_of(from.format), n, whole);
     with_group(from.format, [&]<class Group>(Group) {
-      const auto* scales = static_cast<const typename Group::Scale*>(from.rest);
+      const auto* scales = static_cast<const typename Group::Scale*>(from.second);
       if (n > 0) data.word[kScale] = raw_of(scales[uint64_t(at) / kGroup]);
     });
   }
@@ -48,10 +48,10 @@ struct Held {
     const auto half = [&](int k) { return uint16_t(data.half(k)); };
     const auto h = [&](int k) { return amp_mp::decode(float16{half(k)}); };
     const auto b = [&](int k) { return bfloat16{half(k)}; };
-    const auto low = [&](int k) { return int16_t(rest.half(k)); };
-    const auto byte = [&](int k) { return int8_t(rest.byte(k)); };
+    const auto low = [&](int k) { return int16_t(second.half(k)); };
+    const auto byte = [&](int k) { return int8_t(second.byte(k)); };
     const auto master = [&](int k) { return from_bits(data.word[k]); };
-    const auto weight = [&](int k) { return uint16_t(rest.half(k)); };
+    const auto weight = [&](int k) { return uint16_t(second.half(k)); };
     if (matches<F::float32>(f)) return each(master);
     if (matches<F::bfloat16, F::bfloat16_stochastic>(f))
       return each([&](int k) { return amp_mp::decode(b(k)); });
@@ -91,7 +91,7 @@ struct Held {
   __device__ __forceinline__ void encode(Format f, const float (&x)[kPack], int n,
                                          uint64_t random) {
     data = {};
-    if constexpr (kSplits) rest = {};
+    if constexpr (kSplits) second = {};
     const auto bits = [&](int k) { return uint32_t(random >> (8 * k)) & 0xFFu; };
     const auto noise = [&](int k) { return noise_at(random, k); };
     const auto set_upper = [&](Pack8& to, const auto& one) {
@@ -120,12 +120,12 @@ struct Held {
       return halves([&](int k) { return amp_mp::encode<float16_root>(x[k]).root.bits; });
     if (matches<F::bfloat16_float32>(f)) {
       words();
-      return set_upper(rest, [&](int k) { return round_bfloat16(x[k]); });
+      return set_upper(second, [&](int k) { return round_bfloat16(x[k]); });
     }
     if (matches<F::float16_float32>(f)) {
       words();
       for (int k = 0; k < kPack; ++k)
-        rest.set_half(k, amp_mp::encode<float16>(saturate(x[k])).bits);
+        second.set_half(k, amp_mp::encode<float16>(saturate(x[k])).bits);
       return;
     }
     if (matches<F::bfloat16_split32>(f)) return split_bfloat16<Split32>(x);
@@ -137,11 +137,11 @@ struct Held {
 
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
-    if constexpr (kSplits) cuda::write(to.rest, rest, at, rest_width_of(to.format), n, whole);
+    if constexpr (kSplits) cuda::write(to.second, second, at, second_width_of(to.format), n, whole);
     with_group(to.format, [&]<class Group>(Group) {
       typename Group::Scale raw;
       memcpy(&raw, &data.word[kScale], sizeof raw);
-      auto* scales = static_cast<typename Group::Scale*>(to.rest);
+      auto* scales = static_cast<typename Group::Scale*>(to.second);
       if (n > 0 && at % kGroup == 0) scales[uint64_t(at) / kGroup] = raw;
     });
   }
@@ -156,11 +156,11 @@ struct Held {
   }
 
   template <class Split>
-  __device__ __forceinline__ void set_rest(int k, typename Split::Rest r) {
+  __device__ __forceinline__ void set_remainder(int k, typename Split::Master r) {
     if constexpr (sizeof r == 2) {
-      rest.set_half(k, uint16_t(r));
+      second.set_half(k, uint16_t(r));
     } else {
-      rest.set_byte(k, uint8_t(r));
+      second.set_byte(k, uint8_t(r));
     }
   }
 
@@ -172,10 +172,10 @@ struct Held {
       upper[k] = whole[k] + 0x8000u;
     }
     data.set_upper(upper);
-    if constexpr (sizeof(typename Split::Rest) == 2) {
-      rest.set_lower(whole);
+    if constexpr (sizeof(typename Split::Master) == 2) {
+      second.set_lower(whole);
     } else {
-      rest.set_bytes_1(whole);
+      second.set_bytes_1(whole);
     }
   }
 
@@ -185,7 +185,7 @@ struct Held {
       const float y = saturate(x[k]);
       const float16 high = amp_mp::encode<float16>(y);
       data.set_half(k, high.bits);
-      set_rest<Split>(k, rest_of_float16<Split>(y, amp_mp::decode(high)));
+      set_remainder<Split>(k, remainder_of_float16<Split>(y, amp_mp::decode(high)));
     }
   }
 

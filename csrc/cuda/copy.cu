@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const bool clamp = (table.tag(chunk.slot) >> 10 & 1) != 0, draws = is_stochastic(to.format);
   bool wide = true;
   for (int a = 0; a < 3; ++a) wide = wide && is_wide(table.data[a][chunk.slot]);
-  wide = wide && (!is_split(from.format) || is_wide(from.rest));
+  wide = wide && (!is_split(from.format) || is_wide(from.second));
   for (int base = 0; base < chunk.size; base += kThreads * kPack) {  // as often in all threads
     const int i = base + int(threadIdx.x) * kPack, n = chunk.size - i;
     const bool whole = wide && has_eight(n);

@@ -91,7 +91,7 @@ __device__ __forceinline__ void make_rules(const Plan& plan, int first,
 template <class Plan>
 __global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
     decide_step_kernel(const Plan __grid_constant__ plan, SpanSums grads, SpanSums weights,
-                       DecideInputs inputs, bool decides, bool reports, bool has_ticked,
+                       Criteria inputs, bool decides, bool reports, bool has_ticked,
                        Verdict* verdict, NormInputs norms, RuleIndex rule, void* slot_rules) {
   __shared__ CombineShared shared;
   __shared__ DecideShared decided;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
 }
 
 __global__ void __launch_bounds__(32)
-    decide_kernel(const Statistics* total, DecideInputs inputs, Verdict* verdict) {
+    decide_kernel(const Statistics* total, Criteria inputs, Verdict* verdict) {
   __shared__ DecideShared decided;
   Decision decision(inputs, decided);
   if (total && threadIdx.x == 0) decided.total = *total;
@@ -157,7 +157,7 @@ __global__ void update_scale_kernel(ScaleUpdate update, const double* found_inf,
 }  // namespace
 
 const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
-                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                        const Criteria* inputs, Verdict* verdict, const SpanSums& grads,
                         const SpanSums& weights, void* slot_rules, const NormInputs& norms,
                         bool updates_measured, bool reports, void* stream) {
   NormInputs known = norms;
@@ -166,7 +166,7 @@ const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTa
     arguments.fill(plan, table);
     return message(launch(decide_step_kernel<Plan>, combine_blocks(grads, weights), kCombineThreads,
                           static_cast<cudaStream_t>(stream), arguments, grads, weights,
-                          inputs ? *inputs : DecideInputs{}, inputs != nullptr, reports,
+                          inputs ? *inputs : Criteria{}, inputs != nullptr, reports,
                           updates_measured, verdict, known, RuleIndex(rule.index), slot_rules));
   };
   if (!table.mirror) return launch_with(table_of_thread<ShortPlan>());
@@ -175,7 +175,7 @@ const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTa
   return launch_with(table_of_thread<LongPlan<kManyWords>>());
 }
 
-const char* decide(const Statistics* total, const DecideInputs& inputs, Verdict* verdict,
+const char* decide(const Statistics* total, const Criteria& inputs, Verdict* verdict,
                    void* stream) {
   return message(
       launch(decide_kernel, 1, 32, static_cast<cudaStream_t>(stream), total, inputs, verdict));

@@ -22,7 +22,7 @@ struct DecideShared {
 class Decision {
  public:
   // Every thread of the block calls these two. In between only `shared.total` is written.
-  __device__ __forceinline__ Decision(const DecideInputs& inputs, DecideShared& shared)
+  __device__ __forceinline__ Decision(const Criteria& inputs, DecideShared& shared)
       : inputs_(inputs), shared_(shared), update_(inputs.scale_update) {
     if (threadIdx.x < kMostPolicy && int(threadIdx.x) < update_.policy_size)
       shared.policy[threadIdx.x] = update_.policy[threadIdx.x];
@@ -62,7 +62,7 @@ class Decision {
   }
 
  private:
-  const DecideInputs& inputs_;
+  const Criteria& inputs_;
   DecideShared& shared_;
   const ScaleUpdate& update_;
 };

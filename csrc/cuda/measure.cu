@@ -33,7 +33,7 @@ struct Joined {
   Array array;
   int64_t begin;
   __device__ __forceinline__ bool wide() const {
-    return is_wide(array.data) && is_wide(array.rest) && begin % 16 == 0;
+    return is_wide(array.data) && is_wide(array.second) && begin % 16 == 0;
   }
   __device__ __forceinline__ void load(float (&out)[kPack], int at, int n, bool whole) const {
     cuda::load<kMasterFormats>(out, array, begin + at, n, whole);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kSpanThreads, 8)
 
   const Chunk chunk = find_chunk(table);
   Array g = {table.data[0][chunk.slot], Format(table.tag(chunk.slot))};
-  if constexpr (Pointers > 1) g.rest = table.data[1][chunk.slot];
+  if constexpr (Pointers > 1) g.second = table.data[1][chunk.slot];
   const int block = int(threadIdx.x) / kBlockThreads, left = chunk.size - block * kBlock;
   const int n = left < 0 ? 0 : left < kBlock ? left : kBlock;
   const Statistics s =
@@ -158,7 +158,7 @@ const char* measure_with(const Reading* readings, const SpanSums& sums, cudaStre
     for (; i < sums.count && !table.full(); ++i) {
       const Array& array = readings[i].data;
       table.data[0][table.count] = array.data;
-      if constexpr (Pointers > 1) table.data[1][table.count] = array.rest;
+      if constexpr (Pointers > 1) table.data[1][table.count] = array.second;
       table.add(readings[i].size, uint32_t(array.format));
     }
     chunks += table.blocks();

@@ -23,8 +23,7 @@ const char* measure(const Reading* readings, const SpanSums& sums, void* stream)
 const char* combine(const SpanSums& sums, void* stream);
 
 // total may be null.
-const char* decide(const Statistics* total, const DecideInputs& inputs, Verdict* verdict,
-                   void* stream);
+const char* decide(const Statistics* total, const Criteria& inputs, Verdict* verdict, void* stream);
 
 // With a verdict its multiplier is used and an overflow copies nothing; without one, `multiplier`.
 const char* copy(const Transfer* transfers, int64_t count, const Verdict* verdict,
@@ -41,8 +40,8 @@ struct StepPlan {
   const Slot* slots;
   int64_t count;
   const Hyper* hypers;
-  int chunk;         // elements of a thread block of apply: chunk_of
-  bool has_moments;  // the rule has a moments pass
+  int chunk;             // elements of a thread block of apply: chunk_of
+  bool has_update_sums;  // the rule has an update_sums pass
 };
 
 int chunk_of(const Slot* slots, int64_t count);
@@ -71,14 +70,14 @@ const char* write_table(const StepPlan& plan, const StepTable& table, bool only_
 // says overflow. `slot_rules` is device memory of rule.bytes for each row of the table. norms: as
 // on the CPU; `gather` is called after an overflow too, with updates of zero.
 const char* apply(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
-                  const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                  const Criteria* inputs, Verdict* verdict, const SpanSums& grads,
                   const SpanSums& weights, void* slot_rules, const NormInputs& norms, void* stream);
 
 // The kernel that apply launches first: all that has to be known before tensors are touched.
-// updates_measured: called again after `moments`, because only the updates' norms are new.
+// updates_measured: called again after `update_sums`, because only the updates' norms are new.
 // reports: apply will not write the report.
 const char* decide_step(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
-                        const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                        const Criteria* inputs, Verdict* verdict, const SpanSums& grads,
                         const SpanSums& weights, void* slot_rules, const NormInputs& norms,
                         bool updates_measured, bool reports, void* stream);
 

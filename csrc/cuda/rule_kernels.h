@@ -14,9 +14,9 @@ struct RuleKernels {
   // notes: a slot's changes are noted.
   const char* (*apply)(const StepList& list, int64_t blocks, bool notes, const Verdict* verdict,
                        const void* slot_rules, const StepReportBuffer& report, cudaStream_t stream);
-  // First passes of rules that have two, else null: moments.h, directions.h.
-  const char* (*moments)(const StepList& list, int blocks, const Verdict* verdict,
-                         const void* slot_rules, const NormInputs& norms, cudaStream_t stream);
+  // First passes of rules that have two, else null: update_sums.h, directions.h.
+  const char* (*update_sums)(const StepList& list, int blocks, const Verdict* verdict,
+                             const void* slot_rules, const NormInputs& norms, cudaStream_t stream);
   const char* (*directions)(const StepList& list, int blocks, const Verdict* verdict,
                             const void* slot_rules, cudaStream_t stream);
 };

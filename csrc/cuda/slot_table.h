@@ -1,5 +1,5 @@
 #pragma once
-// How a kernel reads the slots of an apply or moments pass.
+// How a kernel reads the slots of an apply or update_sums pass.
 #include "cuda/access.h"
 #include "cuda/step_table.h"
 
@@ -10,7 +10,7 @@ template <class Rule, int K>
 constexpr FormatSet kFormatsOfState =
     has_direction<Rule> && K == state_count<Rule> - 1 ? just(Format::bfloat16)
     : is_square<Rule, K>                              ? kSquareFormats
-    : K == 0                                          ? formats_with(kForMoment)
+    : Rule::kKept.of[K].kind == Kind::moment          ? formats_with(kForMoment)
                                                       : just(Format::float32);
 
 // Whether the kernels are compiled for the formats of a slot's states.
@@ -61,9 +61,9 @@ struct View {
   __device__ __forceinline__ View(const SlotEntry& e, const SlotRule<Rule>& slot_rule)
       : entry(e), slot_rule(slot_rule) {
     const uint32_t tag = e.tag;
-    const auto array = [&](int number, void* data, void* rest) {
+    const auto array = [&](int number, void* data, void* second) {
       wide = wide && is_wide(data);  // a missing array is wide
-      return Array{to_global(data), format_in<Layout>(tag, number), to_global(rest)};
+      return Array{to_global(data), format_in<Layout>(tag, number), to_global(second)};
     };
     grad = array(kGrad, slot_rule.grad, nullptr);
     master = array(kMaster, e.master, e.second);
@@ -71,6 +71,9 @@ struct View {
     if constexpr (state_count<Rule> > 0) state[0] = array(kState0, e.state0, e.scales0);
     if constexpr (state_count<Rule> > 1) state[1] = array(kState0 + 1, e.state1, e.scales1);
     if constexpr (state_count<Rule> > 2) state[2] = array(kState0 + 2, e.state2, nullptr);
+    static_assert(Rule::kKept.of[2].kind == Kind::exact,
+                  "a SlotEntry has no scales for state 2, and draws() does not ask for it: a rule "
+                  "declares moments and squares before what is exact");
     has_copy = !is_split(master.format) && e.second;
   }
 

@@ -19,7 +19,7 @@ int chunk_of(const Slot* slots, int64_t count) {
 }
 
 const char* apply(const RuleInfo& rule, const StepPlan& plan, const StepTable& table,
-                  const DecideInputs* inputs, Verdict* verdict, const SpanSums& grads,
+                  const Criteria* inputs, Verdict* verdict, const SpanSums& grads,
                   const SpanSums& weights, void* slot_rules, const NormInputs& norms,
                   void* stream) {
   const RuleKernels& kernels = *kKernels[rule.index];
@@ -49,8 +49,8 @@ const char* apply(const RuleInfo& rule, const StepPlan& plan, const StepTable& t
   }
   if (rule.needs_update_norm) {
     if (const char* error =
-            kernels.moments(list_of(plan, table, true), blocks_of(plan, table, true), verdict,
-                            slot_rules, norms, queue))
+            kernels.update_sums(list_of(plan, table, true), blocks_of(plan, table, true), verdict,
+                                slot_rules, norms, queue))
       return error;
     SpanSums updates = {norms.update_spans, norms.first_span, norms.ticket, norms.updates,
                         kUpdateSums * plan.count};

@@ -31,7 +31,7 @@ struct ShortPlan {
   __device__ __forceinline__ Hyper hyper_of(int group) const { return hyper[group]; }
   __device__ __forceinline__ void* grad_of(int t) const { return grad[t]; }
 
-  // Writes the table for apply and moments.
+  // Writes the table for apply and update_sums.
   __device__ __forceinline__ void write() const {
     const int t = int(threadIdx.x);
     if (t < count) entries[t] = entry[t];
@@ -90,7 +90,7 @@ struct LongPlan {
 
 // Words of a LongPlan in a launch whose arguments have `limit` bytes.
 constexpr int words_in(int limit) {
-  constexpr size_t kOthers = 2 * sizeof(SpanSums) + sizeof(DecideInputs) + sizeof(NormInputs) + 40;
+  constexpr size_t kOthers = 2 * sizeof(SpanSums) + sizeof(Criteria) + sizeof(NormInputs) + 40;
   return int((size_t(limit) - kOthers - sizeof(LongPlan<1>)) / 8);
 }
 constexpr int kFewWords = words_in(4096), kManyWords = words_in(kArgumentLimit);

@@ -78,15 +78,16 @@ class Writer {
 }  // namespace
 
 SlotEntry entry_of(const Slot& s) {
-  const Array second = is_split(s.master.format) ? Array{s.master.rest, Format::float32} : s.copy;
-  const Array arrays[] = {s.grad, second, s.master, s.state[0], s.state[1], s.state[2]};
+  const Array second = is_split(s.master.format) ? Array{s.master.second, Format::float32} : s.copy;
+  const Array* const state = s.state;
+  const Array arrays[] = {s.grad, second, s.master, state[0], state[1], state[2]};
   uint32_t tag = 0;
   for (int a = 0; a < kState0 + kMaxStates; ++a)
     tag |= uint32_t(arrays[a].format) << (a * kFormatBits);
   if (s.changes.format == Format::float16) tag |= kComparedAsFloat16;
-  return {s.master.data,   second.data,     s.state[0].data, s.state[0].rest, s.state[1].data,
-          s.state[1].rest, s.state[2].data, s.clock,         s.size,          tag,
-          s.tensor_index,  s.group,         int32_t(s.row),  s.origin.first,  Rows::of(s.origin),
+  return {s.master.data,   second.data,   state[0].data,  state[0].second, state[1].data,
+          state[1].second, state[2].data, s.clock,        s.size,          tag,
+          s.tensor_index,  s.group,       int32_t(s.row), s.origin.first,  Rows::of(s.origin),
           s.changes.sum};
 }
 
@@ -118,7 +119,7 @@ const char* write_table(const StepPlan& plan, const StepTable& table, bool only_
     });
   };
   put_starts(plan.chunk, layout.starts);
-  if (plan.has_moments) put_starts(kSpan, layout.spans);
+  if (plan.has_update_sums) put_starts(kSpan, layout.spans);
   if (!grads_travel(table.groups, plan.count))
     for (int64_t t = 0; t < plan.count; ++t)
       writer.put(layout.grads + t * int64_t(sizeof(void*)), &plan.slots[t].grad.data,

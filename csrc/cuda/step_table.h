@@ -1,6 +1,6 @@
 #pragma once
-// The slots of a step as apply and moments read them, in device memory: where the arrays are, and
-// which slot a thread block works on. What changes in every step is in SlotRule (plan.h).
+// The slots of a step as apply and update_sums read them, in device memory: where the arrays are,
+// and which slot a thread block works on. What changes in every step is in SlotRule (plan.h).
 #include <climits>
 #include <cstring>
 
@@ -37,7 +37,7 @@ struct alignas(8) Start {
   int32_t slot;  // index of its SlotEntry and SlotRule
 };
 
-// What apply and moments get as arguments.
+// What apply and update_sums get as arguments.
 struct StepList {
   const SlotEntry* entries;
   const Start* starts;
@@ -76,12 +76,12 @@ struct TableLayout {
   TableLayout(int64_t rows, int64_t groups)
       : hypers(rows * int64_t(sizeof(SlotEntry))),
         starts(hypers + groups * int64_t(sizeof(Hyper))),
-        spans(starts + (rows + 1) * int64_t(sizeof(Start))),  // for moments
+        spans(starts + (rows + 1) * int64_t(sizeof(Start))),  // for update_sums
         grads(spans + (rows + 1) * int64_t(sizeof(Start))),
         bytes(ceil_divide(grads + rows * int64_t(sizeof(void*)), 16) * 16) {}
 };
 
-// The list for apply, or the one for moments.
+// The list for apply, or the one for update_sums.
 inline StepList list_of(const StepPlan& plan, const StepTable& table, bool spans) {
   const TableLayout layout(table.rows, table.groups);
   return {reinterpret_cast<const SlotEntry*>(table.memory + layout.entries),
@@ -101,7 +101,7 @@ void for_each_start(const StepPlan& plan, int64_t chunk, const F& f) {
   f(plan.count, Start{chunks, 0});
 }
 
-// Thread blocks of apply, or of moments; of a long plan after write_table.
+// Thread blocks of apply, or of update_sums; of a long plan after write_table.
 inline int blocks_of(const StepPlan& plan, const StepTable& table, bool spans) {
   int blocks = 0;
   if (!table.mirror) {

@@ -23,8 +23,8 @@ template <class Table>
 void add_transfer(Table& table, const Transfer& t, uint32_t flags = 0) {
   table.data[0][table.count] = t.to.data;
   table.data[1][table.count] = t.from.data;
-  table.data[2][table.count] = t.to.rest;
-  table.data[3][table.count] = t.from.rest;
+  table.data[2][table.count] = t.to.second;
+  table.data[3][table.count] = t.from.second;
   table.add(t.size, uint32_t(t.to.format) | uint32_t(t.from.format) << 5 | flags << 10);
 }
 

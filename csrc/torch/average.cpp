@@ -10,24 +10,24 @@
 namespace amp_mp {
 namespace {
 
-// Numbers in one tensor, or in two: a weight and the second tensor of its master.
-Array stored(const at::Tensor& data, const at::Tensor& rest, const Label& label,
-             const Label& rest_label) {
+// Numbers in one tensor, or in two: a weight and its master.
+Array stored(const at::Tensor& data, const at::Tensor& master, const Label& label,
+             const Label& master_label) {
   const Array alone = array_of(data, label);
-  if (!rest.defined()) return alone;
-  const std::optional<ArrayTensors> master = master_in(data, rest);
-  TORCH_CHECK_TYPE(master, "amp_mp: ", rest_label.text(), " (", describe(rest),
+  if (!master.defined()) return alone;
+  const std::optional<ArrayTensors> both = master_in(data, master);
+  TORCH_CHECK_TYPE(both, "amp_mp: ", master_label.text(), " (", describe(master),
                    ") does not go with ", label.text(), " (", describe(data), ")");
-  return {const_cast<void*>(master->data.const_data_ptr()), master->format,
-          const_cast<void*>(master->rest.const_data_ptr())};
+  return {const_cast<void*>(both->data.const_data_ptr()), both->format,
+          const_cast<void*>(both->second.const_data_ptr())};
 }
 
 }  // namespace
 
-void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
-              const Tensors& from_rests, double decay) {
+void average_(const Tensors& to, const Tensors& to_masters, const Tensors& from,
+              const Tensors& from_masters, double decay) {
   const size_t count = to.size();
-  for (const Tensors* list : {&to_rests, &from, &from_rests})
+  for (const Tensors* list : {&to_masters, &from, &from_masters})
     TORCH_CHECK_VALUE(list->size() == count, "amp_mp: `to` has ", count,
                       " tensors, another list has ", list->size());
   TORCH_CHECK_VALUE(decay >= 0 && decay <= 1, "amp_mp: decay must be in [0, 1], found ", decay);
@@ -40,8 +40,8 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
   kept.reserve(2 * count);  // references into it stay good
   for (size_t i = 0; i < count; ++i) {
     const auto index = int64_t(i);
-    const Label to_label{"to", index}, to_rest_label{"to_rests", index}, label{"from", index},
-        rest_label{"from_rests", index};
+    const Label to_label{"to", index}, to_master_label{"to_masters", index}, label{"from", index},
+        master_label{"from_masters", index};
     const auto check_written = [&](const at::Tensor& t, const Label& own) {
       check_writable(t, own);
       check_device(t, device, own);
@@ -49,21 +49,21 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
       written.emplace_back(t, own);
     };
     check_written(to[i], to_label);
-    if (to_rests[i].defined()) {
-      check_same_layout(to_rests[i], to[i], to_rest_label, to_label);
-      check_written(to_rests[i], to_rest_label);
+    if (to_masters[i].defined()) {
+      check_same_layout(to_masters[i], to[i], to_master_label, to_label);
+      check_written(to_masters[i], to_master_label);
     }
     check_plain(from[i], label);
     check_same_sizes(from[i], to[i], label, to_label);
-    at::Tensor rest = from_rests[i];
-    if (rest.defined()) {
-      check_plain(rest, rest_label);
-      check_same_sizes(rest, from[i], rest_label, label);
-      rest = laid_out_as(to[i], rest, kept);
+    at::Tensor master = from_masters[i];
+    if (master.defined()) {
+      check_plain(master, master_label);
+      check_same_sizes(master, from[i], master_label, label);
+      master = laid_out_as(to[i], master, kept);
     }
     transfers.push_back({to[i].numel(),
-                         stored(to[i], to_rests[i], to_label, to_rest_label),
-                         stored(laid_out_as(to[i], from[i], kept), rest, label, rest_label),
+                         stored(to[i], to_masters[i], to_label, to_master_label),
+                         stored(laid_out_as(to[i], from[i], kept), master, label, master_label),
                          true,
                          {}});
   }
@@ -78,14 +78,15 @@ void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
 void bind_average(py::module_& m) {
   m.def(
       "average_",
-      [](const py::sequence& to, const py::sequence& to_rests, const py::sequence& from,
-         const py::sequence& from_rests, double decay) {
-        const Tensors own = unpack(to, "to"), own_rests = unpack(to_rests, "to_rests"),
-                      given = unpack(from, "from"), given_rests = unpack(from_rests, "from_rests");
+      [](const py::sequence& to, const py::sequence& to_masters, const py::sequence& from,
+         const py::sequence& from_masters, double decay) {
+        const Tensors own = unpack(to, "to"), own_masters = unpack(to_masters, "to_masters"),
+                      given = unpack(from, "from"),
+                      given_masters = unpack(from_masters, "from_masters");
         const py::gil_scoped_release release;
-        average_(own, own_rests, given, given_rests, decay);
+        average_(own, own_masters, given, given_masters, decay);
       },
-      py::arg("to"), py::arg("to_rests"), py::arg("from_"), py::arg("from_rests"),
+      py::arg("to"), py::arg("to_masters"), py::arg("from_"), py::arg("from_masters"),
       py::arg("decay"));
 }
 

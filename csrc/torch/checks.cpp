@@ -78,38 +78,38 @@ void check_plain(const at::Tensor& t, const Label& label) {
 
 namespace {
 
-template <class Rest>
-constexpr at::ScalarType kRestDtype = c10::CppTypeToScalarType<Rest>::value;
+template <class Second>
+constexpr at::ScalarType kSecondDtype = c10::CppTypeToScalarType<Second>::value;
 template <>
-constexpr at::ScalarType kRestDtype<NoRest> = at::ScalarType::Undefined;
+constexpr at::ScalarType kSecondDtype<NoSecond> = at::ScalarType::Undefined;
 template <>
-constexpr at::ScalarType kRestDtype<bfloat16> = at::kBFloat16;
+constexpr at::ScalarType kSecondDtype<bfloat16> = at::kBFloat16;
 template <>
-constexpr at::ScalarType kRestDtype<float16> = at::kHalf;
+constexpr at::ScalarType kSecondDtype<float16> = at::kHalf;
 
 }  // namespace
 
 at::ScalarType dtype_of(Format format) {
-#define AMP_MP_DTYPE(name, element, dtype, rest, properties) at::k##dtype,
+#define AMP_MP_DTYPE(name, element, dtype, second, properties) at::k##dtype,
   constexpr at::ScalarType dtypes[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_DTYPE)};
 #undef AMP_MP_DTYPE
   return dtypes[size_t(format)];
 }
 
-at::ScalarType rest_dtype_of(Format format) {
-#define AMP_MP_DTYPE(name, element, dtype, rest, properties) kRestDtype<rest>,
+at::ScalarType second_dtype_of(Format format) {
+#define AMP_MP_DTYPE(name, element, dtype, second, properties) kSecondDtype<second>,
   constexpr at::ScalarType dtypes[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_DTYPE)};
 #undef AMP_MP_DTYPE
   return dtypes[size_t(format)];
 }
 
-std::optional<ArrayTensors> master_in(const at::Tensor& param, const at::Tensor& second) {
-  const bool is_whole = second.scalar_type() == at::kFloat;
-  const at::Tensor &data = is_whole ? second : param, &rest = is_whole ? param : second;
+std::optional<ArrayTensors> master_in(const at::Tensor& param, const at::Tensor& master) {
+  const bool is_whole = master.scalar_type() == at::kFloat;
+  const at::Tensor &data = is_whole ? master : param, &second = is_whole ? param : master;
   for (int f = 0; f < kFormatCount; ++f)
     if (kFormats[f].is(kSplit) && dtype_of(Format(f)) == data.scalar_type() &&
-        rest_dtype_of(Format(f)) == rest.scalar_type())
-      return ArrayTensors{data, Format(f), rest};
+        second_dtype_of(Format(f)) == second.scalar_type())
+      return ArrayTensors{data, Format(f), second};
   return std::nullopt;
 }
 

@@ -51,18 +51,18 @@ void check_plain(const at::Tensor& t, const Label& label);
 // dtypes of the tensors that store a format: of the data, and of the second array (Undefined if the
 // format has none).
 at::ScalarType dtype_of(Format format);
-at::ScalarType rest_dtype_of(Format format);
+at::ScalarType second_dtype_of(Format format);
 
-// An Array as tensors; rest is undefined for a format of one array.
+// An Array as tensors; `second` is undefined for a format of one array.
 struct ArrayTensors {
   at::Tensor data;
   Format format;
-  at::Tensor rest;
+  at::Tensor second;
 };
 
-// What a parameter and a second tensor, its float32 master or remainders, are together: the master;
-// none if their dtypes do not go together.
-std::optional<ArrayTensors> master_in(const at::Tensor& param, const at::Tensor& second);
+// What a parameter and its master (a float32 tensor or remainders) are together; none if their
+// dtypes do not go together.
+std::optional<ArrayTensors> master_in(const at::Tensor& param, const at::Tensor& master);
 
 // The tensor's format, float32, float16 or bfloat16; raises for other dtypes.
 Format check_format(const at::Tensor& t, const Label& label);

@@ -7,7 +7,10 @@
 #include <algorithm>
 
 #include "cpu/passes.h"
+#include "torch/bind.h"
+#include "torch/device.h"
 #include "torch/python/scalars.h"
+#include "torch/python/unpack.h"
 
 namespace amp_mp {
 
@@ -115,6 +118,36 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
       },
       AMP_MP_CUDA(copy(transfers.data(), count, v, multiplier, stream)));
   for (const at::Tensor& t : to) bump_version(t);
+}
+
+// Arguments are unpacked with the GIL held, everything else runs without it.
+void bind_ops(py::module_& m) {
+  m.def("check_weights", &check_weights, py::arg("weights"), py::arg("names"));
+  m.def(
+      "measure",
+      [](const py::sequence& tensors) {
+        const Tensors list = unpack(tensors, "tensors");
+        const py::gil_scoped_release release;
+        return measure(list);
+      },
+      py::arg("tensors"));
+  m.def(
+      "used_on_current_stream",
+      [](const py::sequence& tensors) {
+        for (const at::Tensor& t : unpack(tensors, "tensors")) used_on_current_stream(t);
+      },
+      py::arg("tensors"));
+  m.def("combine", [](const at::Tensor& rows) { return combine(rows); }, py::arg("rows"));
+  m.def(
+      "copy_",
+      [](const py::sequence& to, const py::sequence& from, const std::optional<at::Tensor>& verdict,
+         double multiplier, bool saturate) {
+        const Tensors targets = unpack(to, "to"), sources = unpack(from, "from");
+        const py::gil_scoped_release release;
+        copy_(targets, sources, verdict, multiplier, saturate);
+      },
+      py::arg("to"), py::arg("from_"), py::kw_only(), py::arg("verdict") = py::none(),
+      py::arg("multiplier") = 1.0, py::arg("saturate") = false);
 }
 
 }  // namespace amp_mp

@@ -27,10 +27,9 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
            double multiplier, bool saturate);
 
 // Moves averages towards their next values: to[i] += (1 - decay) * (from[i] - to[i]), in float32. A
-// number may be stored in two parts, a weight and its rest (an optimizer's remainder or float32
-// master); the list of rests is undefined for the others. `from` may have another dtype, layout and
-// device than `to`. decay 0 copies.
-void average_(const Tensors& to, const Tensors& to_rests, const Tensors& from,
-              const Tensors& from_rests, double decay);
+// number may be a weight and its master (a float32 tensor or remainders), which is undefined for
+// the others. `from` may have another dtype, layout and device than `to`. decay 0 copies.
+void average_(const Tensors& to, const Tensors& to_masters, const Tensors& from,
+              const Tensors& from_masters, double decay);
 
 }  // namespace amp_mp

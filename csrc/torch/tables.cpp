@@ -19,8 +19,8 @@ py::dict format_entry(Format format) {
   entry["name"] = info.name;
   entry["width"] = info.width;
   entry["dtype"] = py::cast(dtype_of(format));
-  entry["rest_width"] = info.rest_width;
-  entry["rest_dtype"] = info.rest_width > 0 ? py::cast(rest_dtype_of(format)) : py::none();
+  entry["second_width"] = info.second_width;
+  entry["second_dtype"] = info.second_width > 0 ? py::cast(second_dtype_of(format)) : py::none();
   entry["group"] = info.is(kGrouped) ? kGroup : 1;
   entry["stochastic"] = info.is(kRandom);
   entry["split"] = info.is(kSplit);

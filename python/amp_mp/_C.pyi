@@ -13,23 +13,7 @@ Tensors = Sequence[Tensor | None]
 def build_info() -> dict[str, Any]:
     """What this library was built for: torch, CUDA, instruction set in use, compiler."""
 
-def bind_python(
-    *,
-    has_sharded_modules: Callable[[], bool],
-    is_dtensor: Callable[[Any], bool],
-    like: Callable[[Tensor, Any, tuple[int, ...] | None], Tensor],
-    whole: Callable[[Tensor], Tensor],
-    part: Callable[[Tensor, Tensor], Tensor],
-    part_of_whole: Callable[[Tensor, Tensor], Tensor],
-    is_placed_as: Callable[[Tensor, Tensor], bool],
-    shards_of: Callable[[Any], tuple[int, ...]],
-    origin_of: Callable[[Any], tuple[int, int, int]],
-    why_foreign: Callable[[Any], str],
-    local_gradient: Callable[[Any, str], Tensor | None],
-    refuse_param: Callable[[Tensor, str], None],
-    warn_of_graph: Callable[[], None],
-    refuse_lost: Callable[[Tensor], None],
-) -> None:
+def bind_python(**functions: Callable[..., Any]) -> None:
     """The functions that native code calls, once: csrc/torch/python/functions.h."""
 
 class FormatEntry(TypedDict):
@@ -38,11 +22,11 @@ class FormatEntry(TypedDict):
     name: str
     dtype: torch.dtype  # of the data
     width: int  # bytes of an element of it
-    rest_dtype: torch.dtype | None  # of the second array, None if the format has one array
-    rest_width: int  # bytes of an element of it, else 0
+    second_dtype: torch.dtype | None  # of the second array, None if the format has one array
+    second_width: int  # bytes of an element of it, else 0
     group: int  # how many elements of data share an element of the second array
     stochastic: bool  # whether storing draws random bits
-    split: bool  # whether data is a low-precision weight and rest its remainder
+    split: bool  # whether one array is a low-precision weight
     kinds: tuple[str, ...]  # arrays it may serve: "grad", "master", "moment", "square"
 
 def formats() -> list[FormatEntry]:
@@ -271,14 +255,14 @@ def qk_clip_factors(
 
 def average_(
     to: Sequence[Tensor],
-    to_rests: Tensors,
+    to_masters: Tensors,
     from_: Sequence[Tensor],
-    from_rests: Tensors,
+    from_masters: Tensors,
     decay: float,
 ) -> None:
     """to[i] += (1 - decay) * (from_[i] - to[i]) in float32.
 
-    A rest and its tensor together are the number: remainders of a split, or a float32 master.
+    A master and its tensor together are the number: a float32 tensor, or remainders.
     """
 
 def update_scale_(
@@ -309,7 +293,7 @@ def encode(
 ) -> tuple[Tensor, Tensor | None]:
     """New arrays of a format, in the layout of the values that they hold."""
 
-def decode(data: Tensor, rest: Tensor | None, format: str) -> Tensor:
+def decode(data: Tensor, second: Tensor | None, format: str) -> Tensor:
     """float32, in the shape and layout of data, which is dense."""
 
 def decoded_states(rule: Rule, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
@@ -745,6 +729,8 @@ class products:  # noqa: N801 (a submodule)
     """Products of low-precision tensors in float32: csrc/torch/products/products.h."""
 
     work: dict[str, int]  # multiplications of each shape that `measure` measures
+    # What `choose` was called with, of each dtype: the word and the seconds. Native code writes it.
+    chosen: dict[torch.dtype, tuple[str, dict[str, dict[str, float]]]]
     @staticmethod
     def choose(dtype: torch.dtype, products: str, seconds: dict[str, dict[str, float]]) -> None: ...
     @staticmethod

@@ -60,9 +60,9 @@ def encode(
     check_choice("format", format, NAMES)
     if format in SPLITS:
         check_dtype(weight_dtype, LOW_PRECISION, "weight_dtype")
-        weight, rest = _C.encode(x, stored.split_name(format, weight_dtype))
-        assert rest is not None
-        return weight, rest
+        weight, remainder = _C.encode(x, stored.split_name(format, weight_dtype))
+        assert remainder is not None
+        return weight, remainder
     if format in stored.GROUPED and x.numel() % stored.GROUP:
         groups = f"{format} stores groups of {stored.GROUP}"
         raise ValueError(f"{groups}; x has {x.numel()} elements, shape {tuple(x.shape)}")
@@ -80,15 +80,15 @@ def decode(parts: Sequence[Tensor], format: str) -> Tensor:
     count = 2 if format in SPLITS or format in stored.GROUPED else 1
     if len(parts) != count:
         raise ValueError(f"{format} has {count} array(s), found {len(parts)}")
-    data, rest = parts[0], parts[1] if count == 2 else None
-    if format not in SPLITS or rest is None:
-        return _C.decode(data, rest, format)
-    if stored.REST_FORMATS.get(rest.dtype) != format or data.dtype not in LOW_PRECISION:
+    data, second = parts[0], parts[1] if count == 2 else None
+    if format not in SPLITS or second is None:
+        return _C.decode(data, second, format)
+    if stored.REMAINDER_FORMATS.get(second.dtype) != format or data.dtype not in LOW_PRECISION:
         raise ValueError(
             f"{format} is a low-precision weight and a remainder, found dtypes {data.dtype} "
-            f"and {rest.dtype}"
+            f"and {second.dtype}"
         )
-    return _C.decode(data, rest, stored.split_name(format, data.dtype))
+    return _C.decode(data, second, stored.split_name(format, data.dtype))
 
 
 __all__ = ["NAMES", "decode", "encode"]

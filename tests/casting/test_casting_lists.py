@@ -17,7 +17,6 @@ from torch.nn import functional
 import amp_mp as amp
 from amp_mp import _C
 from amp_mp.casting.op_table import APEX
-from amp_mp.casting.products import CHOSEN
 
 LOW = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:(?!amp_mp)")  # some spellings are deprecated
@@ -55,7 +54,7 @@ def test_products_run_in_low_precision(apex: dict[str, Any]) -> None:
 @pytest.mark.parametrize("products", ["native", "float32"])
 def test_the_products_of_cells_run_in_low_precision(apex: dict[str, Any], products: str) -> None:
     """Where a CPU's products are computed in float32, the formula that follows them is, too."""
-    _C.products.choose(LOW, products, CHOSEN[LOW][1])
+    _C.products.choose(LOW, products, _C.products.chosen[LOW][1])
 
     def outcome(expression: str) -> Any:
         found = computed(expression, apex)

@@ -434,7 +434,7 @@ def test_native_products_begin_where_both_ways_take_as_long(
         seconds = {s: dict(own) for s, own in LINES.items()}
         for own in (seconds["square"], seconds["tall"]):
             own["native"] += (factor - 1) * BEGIN_US
-        monkeypatch.setitem(products.CHOSEN, torch.bfloat16, ("auto", seconds))
+        _C.products.choose(torch.bfloat16, "auto", seconds)
         linear = nn.Linear(1024, 64, bias=False)
         with amp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0) as handle:
             rows = (1 << i for i in range(12))

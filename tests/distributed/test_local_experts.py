@@ -188,25 +188,26 @@ def test_experts_of_dtensors() -> None:
     assert all("process_groups" in raised for raised in on_ranks(4, meshes, False))
 
 
-def crossed() -> float | None:
-    """A matrix cut over two dimensions of a mesh; in one of them only half have experts."""
+def crossed(cut: str, other: str) -> float | None:
+    """A matrix cut over two dimensions of a mesh, after experts that half of the ranks have."""
     mesh = made_once((2, 2), ("dp", "tp"))
     ones = torch.ones(4, 4)
     dense = nn.Parameter(distribute_tensor(ones, mesh, [Shard(0), Shard(1)]))
     dense.grad = distribute_tensor(ones, mesh, [Shard(0), Shard(1)])
     experts = []
-    if mesh.get_local_rank("tp") == 0:
-        experts.append(nn.Parameter(distribute_tensor(ones, mesh["dp"], [Shard(0)])))
-        experts[0].grad = distribute_tensor(2 * ones, mesh["dp"], [Shard(0)])
-    groups = [{"params": [dense]}, {"params": experts, "process_groups": mesh["tp"]}]
+    if mesh.get_local_rank(other) == 0:
+        experts.append(nn.Parameter(distribute_tensor(ones, mesh[cut], [Shard(0)])))
+        experts[0].grad = distribute_tensor(2 * ones, mesh[cut], [Shard(0)])
+    groups = [{"params": experts, "process_groups": mesh[other]}, {"params": [dense]}]
     optimizer = amp.optim.SGD(groups, lr=0.1, max_grad_norm=1.0)
     optimizer.step()
     return optimizer.grad_norm
 
 
-def test_experts_do_not_change_the_order_in_which_parts_are_added() -> None:
+@pytest.mark.parametrize(("cut", "other"), [("dp", "tp"), ("tp", "dp")])
+def test_experts_do_not_change_the_order_in_which_parts_are_added(cut: str, other: str) -> None:
     """Processes that add the matrix over the mesh's dimensions in two orders add it twice."""
-    assert on_ranks(4, crossed) == pytest.approx([math.sqrt(16 + 64)] * 4)
+    assert on_ranks(4, crossed, cut, other) == pytest.approx([math.sqrt(16 + 64)] * 4)
 
 
 def stages(experts: list[int]) -> float | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from amp_mp import _C
 
 DECAYS = (0.0, 0.3, 0.5, 0.7, 0.9999, 1.0)
-# How a number may be stored: the dtype of its first part, and its rest.
+# How a number may be stored: the dtype of its first part, and its master.
 STORED = (
     "float32",
     "bfloat16",
@@ -59,8 +59,8 @@ def tensors(
         return on(device, parts[0], dtype, shift), None
     data = torch.empty(parts[0].size + shift, dtype=dtype, device=device)[shift:]
     data.copy_(torch.from_numpy(parts[0].view(np.int16)).view(dtype))
-    rest = torch.from_numpy(parts[1])
-    return data, torch.empty_like(rest, device=device).copy_(rest)
+    master = torch.from_numpy(parts[1])
+    return data, torch.empty_like(master, device=device).copy_(master)
 
 
 def raw(tensor: Tensor) -> NDArray[Any]:
@@ -83,43 +83,43 @@ def test_the_formula_bit_for_bit(device: str, average: str, decay: float) -> Non
         after = reference.averaged(begin, held(value, stored), decay)
         wanted.append(held(store(after, average), average))
     _C.average_(*(list(column) for column in zip(*rows, strict=True)), decay)
-    for (to, rest, *_), expected in zip(rows, wanted, strict=True):
+    for (to, master, *_), expected in zip(rows, wanted, strict=True):
         parts = [array(to)]
-        if rest is not None:
-            parts = [raw(to).view(np.uint16), rest.cpu().numpy().view(np.int16)]
+        if master is not None:
+            parts = [raw(to).view(np.uint16), master.cpu().numpy().view(np.int16)]
         assert_same(held(parts, average), expected, f"{average}, {to.numel()}")
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (2, 3, 4, 5)])
 def test_the_next_value_may_lie_otherwise_in_memory(device: str, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, device=device)
-    master, rest = x.bfloat16(), torch.randint(-9, 9, shape, dtype=torch.int16, device=device)
+    weight, remainder = x.bfloat16(), torch.randint(-9, 9, shape, dtype=torch.int16, device=device)
     straight = [torch.zeros(shape, device=device) for _ in range(3)]
     crossed = [torch.zeros(shape, device=device) for _ in range(3)]
 
     def turned(t: Tensor) -> Tensor:
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
-    _C.average_(straight, [None] * 3, [x, x, master], [None, None, rest], 0.25)
-    values = [turned(x), x.repeat_interleave(2, 0)[::2], turned(master)]
-    _C.average_(crossed, [None] * 3, values, [None, None, turned(rest)], 0.25)
+    _C.average_(straight, [None] * 3, [x, x, weight], [None, None, remainder], 0.25)
+    values = [turned(x), x.repeat_interleave(2, 0)[::2], turned(weight)]
+    _C.average_(crossed, [None] * 3, values, [None, None, turned(remainder)], 0.25)
     for a, b in zip(straight, crossed, strict=True):
         assert torch.equal(a, b)
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name_and_nothing_changes(device: str) -> None:
-    def call(to: Any, value: Any, rest: Any = None, decay: float = 0.5, own: Any = None) -> None:
+    def call(to: Any, value: Any, master: Any = None, decay: float = 0.5, own: Any = None) -> None:
         _C.average_(
-            [torch.ones(3, device=device), to], [None, own], [to, value], [None, rest], decay
+            [torch.ones(3, device=device), to], [None, own], [to, value], [None, master], decay
         )
 
     a, b = torch.zeros(3, device=device), torch.ones(3, device=device)
     low = b.bfloat16()
     with pytest.raises(ValueError, match=r"from\[1\] has shape \[2\], but to\[1\] has shape \[3\]"):
         call(a, b[:2])
-    with pytest.raises(ValueError, match=r"from_rests\[1\] has shape \[2\], but from\[1\]"):
+    with pytest.raises(ValueError, match=r"from_masters\[1\] has shape \[2\], but from\[1\]"):
         call(a, low, torch.zeros(2, dtype=torch.int16, device=device))
-    with pytest.raises(TypeError, match=r"from_rests\[1\] .* does not go with from\[1\]"):
+    with pytest.raises(TypeError, match=r"from_masters\[1\] .* does not go with from\[1\]"):
         call(a, low, torch.zeros(3, dtype=torch.int32, device=device))
     with pytest.raises(TypeError, match=r"from\[1\] .* must be float32, float16 or bfloat16"):
         call(a, b.double())
@@ -149,11 +149,11 @@ def test_an_average_of_float16_leaves_zero_by_any_updates(device: str) -> None:
     """Those of a layer that begins at 0 are a 10,000th of its weights, far below float16's."""
     target = torch.linspace(-1e-4, 1e-4, 101, device=device)
     average = torch.zeros(101, dtype=torch.float16, device=device)
-    rest = torch.zeros(101, dtype=torch.int16, device=device)
+    master = torch.zeros(101, dtype=torch.int16, device=device)
     for _ in range(1000):
-        _C.average_([average], [rest], [target], [None], 0.9999)
-    found = _C.decode(average, rest, "float16_split32")
+        _C.average_([average], [master], [target], [None], 0.9999)
+    found = _C.decode(average, master, "float16_split32")
     wanted = target.double() * (1 - 0.9999**1000)
-    step = 2.0**-41  # half of what rest counts in
+    step = 2.0**-41  # half of what the remainder counts in
     wanted[(average == 0) & (wanted.abs() < 2.0**-25 + 1000 * step)] = 0  # which are read as 0
     assert (found.double() - wanted).abs().max() <= 1000 * step

@@ -21,7 +21,7 @@ sys.path.append(str(ROOT))
 
 from build_tools import found  # noqa: E402
 
-FIRST_HALVES = ("moments_kernel", "directions_kernel")
+FIRST_HALVES = ("update_sums_kernel", "directions_kernel")
 APPLY = ("apply_kernel", "apply_noting_kernel")
 HOT = (*APPLY, "average_kernel", "compare_kernel", "copy_kernel", "measure_kernel", *FIRST_HALVES)
 _HEADERS = "".join(path.read_text() for path in (ROOT / "csrc/core/rules").glob("*.h"))
@@ -32,8 +32,8 @@ _TEXTS = dict(re.findall(r"^struct (\w+) \{\n(.*?)^\};", _HEADERS, re.MULTILINE 
 # Loops of an apply kernel: one for each layout of csrc/cuda/layouts.h, the presets of `memory=`,
 # and one for any formats. A noting kernel has AdamW's, and for other rules the last one.
 LOOPS = {"AdamW": 6, "Adam": 6, "RMSprop": 6, "SGD": 5, "Lion": 5, "PlainRMSprop": 5}
-# 16-byte pieces of eight elements of an array that may be float32, and of a split master's rest.
-ARRAY, REST = 2, 1
+# 16-byte pieces of eight elements of an array that may be float32, and of a format's second.
+ARRAY, SECOND = 2, 1
 DIRECTION = 1  # always bfloat16
 PACK_FUSED = 8 * 6  # fused multiply-adds of a root and a quotient, for eight elements
 # AdamW's loops by preset, in the order of their wide stores: 16-byte pieces that eight elements
@@ -41,7 +41,7 @@ PACK_FUSED = 8 * 6  # fused multiply-adds of a root and a quotient, for eight el
 # for single elements and for odd numbers besides, so most of its instructions do not run.
 ADAMW_LOOPS = {
     "float32": (2 + 2 + 2 + 1, 2170),  # master, two states, a copy
-    "exact": (1 + 1 + 2 + 2, 1860),  # weight, rest, two states
+    "exact": (1 + 1 + 2 + 2, 1860),  # weight, remainder, two states
     "lean": (1 + 1 + 1, 3120),  # weight, bfloat16, ue8m8; the rest is 8 bytes
     "tiny": (1 + 1, 3340),  # weight, ue8m8
     "micro": (1, 3650),
@@ -59,20 +59,20 @@ def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
     kind, _, rule = name.removesuffix(">").partition("<")
     if kind == "measure_kernel":  # four rows in flight of float32, float16 and bfloat16
         splits = rule.startswith("2")  # pointers for each tensor
-        return 4 * (2 + 1 + 1) + (ARRAY + REST if splits else 0), 0
+        return 4 * (2 + 1 + 1) + (ARRAY + SECOND if splits else 0), 0
     if kind == "compare_kernel":  # float32 before and after, and 16-bit ones
         return 2 * (ARRAY + 1), 0
     if kind == "copy_kernel":
-        return ARRAY + REST, ARRAY + REST
+        return ARRAY + SECOND, ARRAY + SECOND
     if kind == "average_kernel":
-        return 2 * (ARRAY + REST), ARRAY + REST
+        return 2 * (ARRAY + SECOND), ARRAY + SECOND
     if kind not in HOT:
         return 0, 0
     states = STATES[rule.split("<")[0]] * ARRAY
-    gradient, master, weight = ARRAY, ARRAY + REST, ARRAY
-    if rule.startswith("Muon") and kind == "moments_kernel":
+    gradient, master, weight = ARRAY, ARRAY + SECOND, ARRAY
+    if rule.startswith("Muon") and kind == "update_sums_kernel":
         return DIRECTION + master, 0
-    if kind == "moments_kernel":
+    if kind == "update_sums_kernel":
         return gradient + master + states, states
     if kind == "directions_kernel":
         return gradient + ARRAY, ARRAY + DIRECTION
@@ -199,7 +199,7 @@ def test_fused_multiply_adds_are_those_of_the_layouts() -> None:
     assert fused_of("apply_kernel<Amsgrad<AdamW>>") == 48
     assert fused_of("apply_noting_kernel<AdamW>") == 11 * 48
     assert fused_of("apply_noting_kernel<Adam>") == 48
-    assert fused_of("apply_kernel<SGD>") == fused_of("moments_kernel<AdamW>") == 0
+    assert fused_of("apply_kernel<SGD>") == fused_of("update_sums_kernel<AdamW>") == 0
 
 
 def test_the_report_compiles_as_the_build_does() -> None:

@@ -86,13 +86,9 @@ FUNCTIONS = {
 def test_the_stub_has_the_native_arguments() -> None:
     wrong = {}
     for name, (function, node) in FUNCTIONS.items():
-        signature = native_signature(function)
-        stub, native = arguments(node), arguments(signature)
-        if signature.args.kwarg:  # bind_python, whose names the stub alone has
-            right = not native and {kind for _, kind, _ in stub} == {"*"}
-        else:
-            omitted = {each for each, _, default in stub if default == "..."}
-            right = stub == [(n, k, "..." if n in omitted and d else d) for n, k, d in native]
+        stub, native = arguments(node), arguments(native_signature(function))
+        omitted = {each for each, _, default in stub if default == "..."}
+        right = stub == [(n, k, "..." if n in omitted and d else d) for n, k, d in native]
         if not right:
             wrong[name] = stub, native
     assert len(FUNCTIONS) > 100

@@ -30,14 +30,14 @@ LOOPS = {
         "for (int i = 0; i < n / 2; ++i) {\n    const uint32_t two = codes[i]",
         "for (int i = 0; i < n / 2; ++i) {\n    const uint32_t two = bytes[i]",
     ],
-    "cpu/moments.h": [
+    "cpu/first_passes.h": [
         "for (int k = 0; k < n; ++k) rule.moments",
         "for (int j = 0; j < kLanes; ++j) {\n      const bool counts",
         "for (int k = 0; k < n; ++k) update[k] = ",
     ],
     "cpu/tiles.h": [
         "for (int i = 0; i < n; ++i) to[i] = join_float16<Split>",
-        "for (int i = 0; i < n; ++i) rest[i] = rest_of_float16<Split>",
+        "for (int i = 0; i < n; ++i) remainder[i] = remainder_of_float16<Split>",
         "for (int i = 0; i < n; ++i) to[i] = Group::decode(",
         "for (int i = 0; i < n; ++i)\n    code[i].code = ",
     ],

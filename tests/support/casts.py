@@ -23,7 +23,7 @@ def products_in_low_precision() -> Iterator[None]:
     The table leaves them in float32 there. The others decide by size. AMP_MP_PRODUCTS is unset
     meanwhile: amp.init would choose by it again.
     """
-    chosen = products.CHOSEN[torch.float16]
+    chosen = _C.products.chosen[torch.float16]
     slow_bfloat16, slow_float16 = (
         _C.products.choice(low) == "float32" for low in (torch.bfloat16, torch.float16)
     )
@@ -36,7 +36,6 @@ def products_in_low_precision() -> Iterator[None]:
         if slow_float16 and not slow_bfloat16:
             products.choose_products("native", torch.float16)
         yield
-    products.CHOSEN[torch.float16] = chosen
     _C.products.choose(torch.float16, *chosen)
 
 

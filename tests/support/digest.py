@@ -99,13 +99,13 @@ def averages(digest: Any) -> None:
         if low:
             sources += [(x.to(dtype), x), (x, None)]
             for split in amp.formats.SPLITS:
-                weight, rest = amp.formats.encode(x, split, weight_dtype=dtype)
-                sources.append((weight, rest))
-        for source, rest in sources:
+                weight, beside = amp.formats.encode(x, split, weight_dtype=dtype)
+                sources.append((weight, beside))
+        for source, beside in sources:
             average = on("cpu", random(70001, 4, 0.5), dtype, 1)
             remainder = torch.zeros_like(average, dtype=torch.int16) if low else None
             for decay in (0.999, 0.3):
-                _C.average_([average], [remainder], [source], [rest], decay)
+                _C.average_([average], [remainder], [source], [beside], decay)
             digest.update(raw(average))
             if remainder is not None:
                 digest.update(raw(remainder))

@@ -55,7 +55,7 @@ def global_state() -> GlobalState:
         torch.get_num_threads(),
         os.getcwd(),
         {name: value for name, value in os.environ.items() if name != PYTESTS_OWN},
-        {low: (products.CHOSEN[low], _C.products.ways(low)) for low in LOW_PRECISION},
+        {low: (_C.products.chosen[low], _C.products.ways(low)) for low in LOW_PRECISION},
     )
 
 
@@ -79,7 +79,6 @@ def restore(state: GlobalState) -> GlobalState:
         del os.environ[name]
     os.environ.update(state.variables)
     for low, (choice, _) in state.products.items():
-        products.CHOSEN[low] = choice
         _C.products.choose(low, *choice)
     return found
 

@@ -294,8 +294,8 @@ class Fuzz:
         low = self.tensor((2, 32), torch.bfloat16)
         name = self.random.choice(FORMATS)
         row = next(row for row in _C.formats() if row["name"] == name)
-        count = 64 // row["group"] if row["rest_dtype"] and row["group"] > 1 else 64
-        rest = None if row["rest_dtype"] is None else self.tensor((count,), row["rest_dtype"])
+        count = 64 // row["group"] if row["second_dtype"] and row["group"] > 1 else 64
+        second = None if row["second_dtype"] is None else self.tensor((count,), row["second_dtype"])
         data = self.tensor((64,), row["dtype"])
         lists = [self.tensor((2, 32)), self.tensor((5,), torch.float16)]
         like = [self.tensor((2, 32), torch.bfloat16), self.tensor((5,))]
@@ -317,9 +317,9 @@ class Fuzz:
                 _C.average_,
                 {
                     "to": [low, lists[0]],
-                    "to_rests": [remainder, None],
+                    "to_masters": [remainder, None],
                     "from_": [self.tensor((2, 32)), like[0]],
-                    "from_rests": [None, self.tensor((2, 32))],
+                    "from_masters": [None, self.tensor((2, 32))],
                     "decay": 0.9,
                 },
             ),
@@ -331,7 +331,7 @@ class Fuzz:
                     "max_abs": self.doubles(1),
                 },
             ),
-            (_C.decode, {"data": data, "rest": rest, "format": name}),
+            (_C.decode, {"data": data, "second": second, "format": name}),
             (_C.encode, {"values": self.tensor((2, 32)), "format": name}),
             (_C.copy_as, {"value": param, "dtype": torch.bfloat16, "local": low}),
             (record.store, {"param": low, "values": param, "exactly": True}),

@@ -34,7 +34,6 @@ from leftovers import global_state, restore
 from torch.distributed import distributed_c10d as c10d
 
 from amp_mp import _C
-from amp_mp.casting.products import CHOSEN
 
 LARGE = bool(os.environ.get("AMP_MP_DISTRIBUTED"))  # make test-distributed: all cases
 LIMIT_S = 120.0  # for a call, if it names no other
@@ -86,7 +85,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.processes, self.pipes = [], []
         # Measured once for all ranks, which may differ where each measures while tests run.
-        choices = dict(CHOSEN)
+        choices = dict(_C.products.chosen)
         for rank in range(PROCESSES):
             ours, theirs = context.Pipe()
             arguments = (rank, self.folder.name, theirs, choices)
@@ -173,7 +172,6 @@ def serve(rank: int, folder: str, pipe: Connection, choices: dict[torch.dtype, A
     warnings.filterwarnings("error", "amp_mp")  # as pyproject.toml has them for the tests' process
     warnings.filterwarnings("ignore", 'amp_mp: squares stored as "log8"')
     gc.freeze()  # what the ranks share is not looked through after every call
-    CHOSEN.update(choices)
     for low, choice in choices.items():
         _C.products.choose(low, *choice)
     worlds, at_first = Worlds(rank, folder), global_state()

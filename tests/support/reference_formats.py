@@ -154,7 +154,7 @@ def _decode_log8(codes: Bits, scales: Bits) -> Floats:
 
 # In two parts
 
-REST_BITS = {"split32": 16, "split24": 8}
+REMAINDER_BITS = {"split32": 16, "split24": 8}
 STEP_BITS = {"split32": 26, "split24": 18}
 
 
@@ -166,14 +166,14 @@ def _encode_split_bfloat16(x: Floats, bits: int) -> tuple[Bits, Bits]:
     line = (2 * line + fine) // (2 * fine)  # ties away, in units of `fine`
     whole = 1 << bits
     weight = (2 * line + whole) // (2 * whole)
-    rest = line - weight * whole
-    return (sign << 15 | weight).astype(np.uint16), rest.astype(f"i{bits // 8}")
+    remainder = line - weight * whole
+    return (sign << 15 | weight).astype(np.uint16), remainder.astype(f"i{bits // 8}")
 
 
-def _decode_split_bfloat16(weight: Bits, rest: Bits, bits: int) -> Floats:
+def _decode_split_bfloat16(weight: Bits, remainder: Bits, bits: int) -> Floats:
     """The place on the line, but the weight alone where it is 0 or not finite."""
     sign, upper = weight.astype(np.int64) >> 15, weight.astype(np.int64) & 0x7FFF
-    line = (upper << 16) + (rest.astype(np.int64) << (16 - bits))
+    line = (upper << 16) + (remainder.astype(np.int64) << (16 - bits))
     line = np.where((upper == 0) | (upper >= 0x7F80), upper << 16, line)
     return (sign << 31 | line).astype(np.uint32).view(F32)
 
@@ -186,22 +186,22 @@ def _float16_step(weight: NDArray[np.float64], name: str) -> NDArray[np.float64]
 def _encode_split_float16(x: Floats, name: str) -> tuple[Bits, Bits]:
     x = saturate(x)
     weight = FORMATS["float16"].round(x)
-    largest = 2 ** (REST_BITS[name] - 1) - 1
+    largest = 2 ** (REMAINDER_BITS[name] - 1) - 1
     steps = np.rint((x - weight) / _float16_step(weight, name))
-    rest = np.where(np.isnan(steps), largest, np.clip(steps, -largest, largest))
-    return _float16_bits(weight), rest.astype(f"i{REST_BITS[name] // 8}")
+    remainder = np.where(np.isnan(steps), largest, np.clip(steps, -largest, largest))
+    return _float16_bits(weight), remainder.astype(f"i{REMAINDER_BITS[name] // 8}")
 
 
-def _decode_split_float16(weight: Bits, rest: Bits, name: str) -> Floats:
+def _decode_split_float16(weight: Bits, remainder: Bits, name: str) -> Floats:
     """Whole steps from the weight on; a weight of 0 alone, with its sign."""
     wide = weight.view(np.float16).astype(np.float64)
-    return np.where(wide == 0, wide, wide + rest * _float16_step(wide, name)).astype(F32)
+    return np.where(wide == 0, wide, wide + remainder * _float16_step(wide, name)).astype(F32)
 
 
-def float16_average(weight: Bits, rest: Bits) -> Floats:
+def float16_average(weight: Bits, remainder: Bits) -> Floats:
     """What an averaging pass goes on from: nobody writes an average, so 0 has its steps too."""
     wide = weight.view(np.float16).astype(np.float64)
-    return (wide + rest * _float16_step(wide, "split32")).astype(F32)
+    return (wide + remainder * _float16_step(wide, "split32")).astype(F32)
 
 
 # All of them
@@ -225,9 +225,9 @@ GROUPED = {"m8": (_encode_m8, _decode_m8), "log8": (_encode_log8, _decode_log8)}
 
 def encode(x: Floats, format: str, random: Bytes | None = None, weight: str = "") -> list[Bits]:
     """A format's arrays; `weight` is what the first part of a split is."""
-    if format in REST_BITS:
+    if format in REMAINDER_BITS:
         if weight == "bfloat16":
-            return [*_encode_split_bfloat16(x, REST_BITS[format])]
+            return [*_encode_split_bfloat16(x, REMAINDER_BITS[format])]
         return [*_encode_split_float16(x, format)]
     if format == "float16":
         return [_float16_bits(FORMATS["float16"].round(saturate(x)))]
@@ -248,9 +248,9 @@ def encode(x: Floats, format: str, random: Bytes | None = None, weight: str = ""
 
 def decode(parts: Sequence[Bits], format: str, weight: str = "") -> Floats:
     """The numbers that the arrays hold."""
-    if format in REST_BITS:
+    if format in REMAINDER_BITS:
         if weight == "bfloat16":
-            return _decode_split_bfloat16(parts[0], parts[1], REST_BITS[format])
+            return _decode_split_bfloat16(parts[0], parts[1], REMAINDER_BITS[format])
         return _decode_split_float16(parts[0], parts[1], format)
     if format in GROUPED:
         return GROUPED[format][1](parts[0], parts[1])
@@ -274,10 +274,10 @@ def beside(values: Floats, weight: Floats, format: str, dtype: str) -> Any:
         half = (other + weight) * F32(0.5)
         is_other = other.view(np.uint32) != weight.view(np.uint32)
         return np.where(is_other, np.nextafter(half, weight), values)
-    bits, rest = encode(values, format, weight=dtype)
+    bits, remainder = encode(values, format, weight=dtype)
     own = _float16_bits(weight) if dtype == "float16" else _bfloat16_bits(weight)
-    above, ends = bits.astype(np.int32) - own, np.iinfo(rest.dtype)
-    beside = np.where(above == 0, rest, 0)
+    above, ends = bits.astype(np.int32) - own, np.iinfo(remainder.dtype)
+    beside = np.where(above == 0, remainder, 0)
     return np.where(above == 1, ends.max, np.where(above == -1, ends.min, beside)).astype(
-        rest.dtype
+        remainder.dtype
     )

@@ -316,5 +316,5 @@ def found_master(state: dict[str, Any], param: Tensor, format: str) -> np.ndarra
         return array(state["master"]).reshape(-1)
     dtype = str(param.dtype).removeprefix("torch.")
     entry = {"split32": "remainder16", "split24": "remainder8"}[format]
-    rest = state[entry + "_float16" * (dtype == "float16")]
-    return formats.decode([raw(param).view(np.uint16), raw(rest)], format, dtype)
+    remainder = state[entry + "_float16" * (dtype == "float16")]
+    return formats.decode([raw(param).view(np.uint16), raw(remainder)], format, dtype)

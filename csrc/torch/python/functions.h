@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -20,34 +21,40 @@ struct PythonFunction;
 template <class Result, class... Arguments>
 struct PythonFunction<Result(Arguments...)> {
   py::object function;
+  PythonFunction(py::object passed) : function(std::move(passed)) {}
+  PythonFunction(const py::kwargs& all, const char* name) : PythonFunction(py::object(all[name])) {}
   Result operator()(const Arguments&... arguments) const {
     return function(arguments...).template cast<Result>();
   }
 };
 
 struct PythonFunctions {
+  py::kwargs all;
   // torch_private.py
-  PythonFunction<bool()> has_sharded_modules;
+  PythonFunction<bool()> has_sharded_modules{all, "has_sharded_modules"};
   // sharding/shards.py
-  PythonFunction<bool(py::handle tensor)> is_dtensor;
+  PythonFunction<bool(py::handle tensor)> is_dtensor{all, "is_dtensor"};
   PythonFunction<py::object(at::Tensor local, py::handle param,
                             std::optional<std::vector<int64_t>> shape)>
-      like;
-  PythonFunction<at::Tensor(py::handle value)> whole;
-  PythonFunction<at::Tensor(py::handle value, py::handle param)> part;
-  PythonFunction<at::Tensor(at::Tensor value, py::handle param)> part_of_whole;
-  PythonFunction<bool(py::handle value, py::handle param)> is_placed_as;
-  PythonFunction<std::vector<int64_t>(py::handle tensor)> shards_of;
-  PythonFunction<std::tuple<int64_t, int64_t, int64_t>(py::handle tensor)> origin_of;
-  PythonFunction<std::string(py::handle tensor)> why_foreign;
+      like{all, "like"};
+  PythonFunction<at::Tensor(py::handle value)> whole{all, "whole"};
+  PythonFunction<at::Tensor(py::handle value, py::handle param)> part{all, "part"};
+  PythonFunction<at::Tensor(at::Tensor value, py::handle param)> part_of_whole{all,
+                                                                               "part_of_whole"};
+  PythonFunction<bool(py::handle value, py::handle param)> is_placed_as{all, "is_placed_as"};
+  PythonFunction<std::vector<int64_t>(py::handle tensor)> shards_of{all, "shards_of"};
+  PythonFunction<std::tuple<int64_t, int64_t, int64_t>(py::handle tensor)> origin_of{all,
+                                                                                     "origin_of"};
+  PythonFunction<std::string(py::handle tensor)> why_foreign{all, "why_foreign"};
   // sharding/gradients.py
-  PythonFunction<at::Tensor(py::handle param, std::string label)> local_gradient;
+  PythonFunction<at::Tensor(py::handle param, std::string label)> local_gradient{all,
+                                                                                 "local_gradient"};
   // optim/step/params.py
-  PythonFunction<void(py::handle param, std::string label)> refuse_param;
+  PythonFunction<void(py::handle param, std::string label)> refuse_param{all, "refuse_param"};
   // optim/step/cuda_graphs.py
-  PythonFunction<void()> warn_of_graph;
+  PythonFunction<void()> warn_of_graph{all, "warn_of_graph"};
   // optim/state/low_bits.py
-  PythonFunction<void(py::handle param)> refuse_lost;
+  PythonFunction<void(py::handle param)> refuse_lost{all, "refuse_lost"};
 };
 
 // Those of this process; RuntimeError before they are bound.

@@ -17,26 +17,26 @@ namespace {
 
 // The memory of tensors. Raises unless they are dense, and as wide and as many as the format says.
 Array memory_of(const ArrayTensors& tensors) {
-  const auto& [data, format, rest] = tensors;
+  const auto& [data, format, second] = tensors;
   check_writable(data, {"data"});
   const FormatInfo& info = kFormats[int(format)];
   TORCH_CHECK_VALUE(data.element_size() == info.width, "amp_mp: ", "data (", describe(data),
                     ") must be contiguous, ", info.width, " bytes an element");
-  const bool groups = info.is(kGrouped), two = info.rest_width > 0;
-  TORCH_CHECK_VALUE(rest.defined() == two, "amp_mp: format ", info.name,
+  const bool groups = info.is(kGrouped), two = info.second_width > 0;
+  TORCH_CHECK_VALUE(second.defined() == two, "amp_mp: format ", info.name,
                     two ? " has two arrays" : " has one array", ", ", two ? "one" : "two",
                     " given");
   if (!two) return {data.mutable_data_ptr(), format};
-  check_writable(rest, {"rest"});
-  check_device(rest, data.device(), {"rest"});
+  check_writable(second, {"second"});
+  check_device(second, data.device(), {"second"});
   const int64_t count = groups ? data.numel() / kGroup : data.numel();
   TORCH_CHECK_VALUE(!groups || data.numel() % kGroup == 0, "amp_mp: ", info.name,
                     " stores groups of ", kGroup, "; data (", describe(data),
                     ") has another number of elements");
-  TORCH_CHECK_VALUE(rest.numel() == count && rest.element_size() == info.rest_width,
-                    "amp_mp: rest (", describe(rest), ") must have ", count, " elements of ",
-                    info.rest_width, " bytes for data of ", data.numel());
-  return {data.mutable_data_ptr(), format, rest.mutable_data_ptr()};
+  TORCH_CHECK_VALUE(second.numel() == count && second.element_size() == info.second_width,
+                    "amp_mp: second (", describe(second), ") must have ", count, " elements of ",
+                    info.second_width, " bytes for data of ", data.numel());
+  return {data.mutable_data_ptr(), format, second.mutable_data_ptr()};
 }
 
 void transfer(const Transfer& t, const at::Device& device) {
@@ -160,15 +160,15 @@ void store_values(const at::Tensor& values, const ArrayTensors& to, uint64_t see
   transfer({x.numel(), stored, array_of(x, {"x"}), saturates(to.format), random, origin},
            x.device());
   bump_version(to.data);
-  if (to.rest.defined()) bump_version(to.rest);
+  if (to.second.defined()) bump_version(to.second);
 }
 
 ArrayTensors new_arrays(Format format, py::handle param) {
   const FormatInfo& info = kFormats[int(format)];
   const at::Tensor local = local_of(param);
   const at::Tensor data = at::zeros_like(local, local.options().dtype(dtype_of(format)));
-  if (info.rest_width == 0) return {data, format, {}};
-  const auto options = local.options().dtype(rest_dtype_of(format));
+  if (info.second_width == 0) return {data, format, {}};
+  const auto options = local.options().dtype(second_dtype_of(format));
   if (!info.is(kGrouped)) return {data, format, at::zeros_like(local, options)};
   return {data, format, at::zeros(scale_shape(param, local.sizes().vec()), options)};
 }

@@ -38,16 +38,17 @@ void bind_arrays(py::module_& m) {
          int64_t tensor_index) {
         const ArrayTensors made =
             encoded(local_of(values), format_named(format), values, seed, tensor_index, step);
-        return std::pair(made.data, made.rest);
+        return std::pair(made.data, made.second);
       },
       py::arg("values"), py::arg("format"), py::kw_only(), py::arg("seed") = 0, py::arg("step") = 0,
       py::arg("tensor_index") = 0);
   m.def(
       "decode",
-      [](const at::Tensor& data, const std::optional<at::Tensor>& rest, const std::string& format) {
-        return values_of({data, format_named(format), rest.value_or(at::Tensor())});
+      [](const at::Tensor& data, const std::optional<at::Tensor>& second,
+         const std::string& format) {
+        return values_of({data, format_named(format), second.value_or(at::Tensor())});
       },
-      py::arg("data"), py::arg("rest"), py::arg("format"));
+      py::arg("data"), py::arg("second"), py::arg("format"));
   m.def(
       "decoded_states",
       [](const RuleLayout& rule, const py::object& param, const py::dict& state) {

@@ -146,10 +146,10 @@ void EditBlock::store(const Edit& edit) const {
     edited = weight_at(edit.member.param);
     const at::Tensor master =
         edited->master_for(edit.member.tensors(), edit.master->dtype, /*stepping=*/true);
-    const at::Tensor rounded = at::empty_like(weight), rest = at::empty_like(master);
-    store_values(values, *master_in(rounded, rest));
+    const at::Tensor rounded = at::empty_like(weight), made = at::empty_like(master);
+    store_values(values, *master_in(rounded, made));
     put(weight, rounded);
-    put(master, rest);
+    put(master, made);
   }
   const at::Tensor& param = tensor_of(edit.member.param);
   if (written && edit.member.is_dtensor) bump_version(param);  // its shard has advanced alone

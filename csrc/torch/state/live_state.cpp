@@ -31,9 +31,9 @@ void store(const KeptState& kept, const Member& member, const ArrayTensors& arra
   }
   const StoredFormat& stored = stored_as(kept, arrays.format);
   set_item(member.state, stored.entry, like(arrays.data, member.param));
-  if (arrays.rest.defined())
+  if (arrays.second.defined())
     set_item(member.state, stored.scales,
-             like(arrays.rest, member.param, scale_shape(member.param)));
+             like(arrays.second, member.param, scale_shape(member.param)));
 }
 
 // Makes the numbers for the rows of a parameter's matrices; every row must be whole on its process.
@@ -83,8 +83,8 @@ void bring(const KeptState& kept, const HeldState& held, const Member& member) {
   if (held.stored->format == made.format &&
       (!held.scales.defined() || same_layout(held.data, member.local))) {
     made.data = placed(held.data, member.local);
-    if (held.scales.defined()) made.rest = held.scales.to(device);
-    if (made.data.is_same(held.data) && made.rest.is_same(held.scales)) return;
+    if (held.scales.defined()) made.second = held.scales.to(device);
+    if (made.data.is_same(held.data) && made.second.is_same(held.scales)) return;
   } else {
     static PyObject* const seed = PyUnicode_InternFromString("seed");
     const Format wanted = made.format;
@@ -114,7 +114,7 @@ size_t lacking(const Member& member) {
     const StoredFormat& stored = stored_as(kept, stored_format(kept, member));
     add(in_state(stored.entry), stored.dtype, local.numel());
     if (stored.scales.is_none()) continue;
-    add(in_state(stored.scales), rest_dtype_of(stored.format), local.numel() / kGroup);
+    add(in_state(stored.scales), second_dtype_of(stored.format), local.numel() / kGroup);
   }
   if (const MasterEntry* const entry = wanted_master(member))
     add(master_of(member.param), entry->dtype, local.numel());

@@ -65,7 +65,7 @@ struct Restoring {
       const Format format = format_beside(format_named(format_at(given.entry->state)), param);
       bytes += host_bytes(count, dtype_of(format));
       if (kFormats[int(format)].is(kGrouped))
-        bytes += host_bytes(count / kGroup, rest_dtype_of(format));
+        bytes += host_bytes(count / kGroup, second_dtype_of(format));
     }
     const MasterEntry* const master = master_entry(format_at("master"), local.scalar_type());
     if (!master || !is_low_precision(local)) return;
@@ -122,7 +122,8 @@ struct Restoring {
                                         arrays_of(entry, value), seed, index);
     const py::object name = entry_name(entry.state, made.format);
     set(name, made.data);
-    if (made.rest.defined()) set(py::str(text_of(name) + "_scale"), made.rest, scale_shape(param));
+    if (made.second.defined())
+      set(py::str(text_of(name) + "_scale"), made.second, scale_shape(param));
   }
 
   // This process's part of a saved state; in float32 if the part cuts groups.

@@ -131,10 +131,10 @@ const std::vector<MasterEntry>& master_entries() {
       if (!kFormats[f].is(kSplit) || weight == at::kFloat) continue;
       // Remainders beside weights of the other dtype are other numbers, hence another name.
       const std::string name = kFormats[f].name, dtype = name.substr(0, name.find('_'));
-      const std::string entry = "remainder" + std::to_string(8 * kFormats[f].rest_width) +
+      const std::string entry = "remainder" + std::to_string(8 * kFormats[f].second_width) +
                                 (weight == at::kBFloat16 ? "" : "_" + dtype);
       found->push_back(
-          {interned(entry), name.substr(dtype.size() + 1), weight, rest_dtype_of(Format(f))});
+          {interned(entry), name.substr(dtype.size() + 1), weight, second_dtype_of(Format(f))});
     }
     return found;
   }();

@@ -43,7 +43,8 @@ SavedEntries::SavedEntries(const Layouts& rules) {
         }
         const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
         coded(Holds::state, stored.entry, name, format, stored.dtype, scale);
-        if (!scale.empty()) add({scale, name, format, Holds::scales, rest_dtype_of(stored.format)});
+        if (!scale.empty())
+          add({scale, name, format, Holds::scales, second_dtype_of(stored.format)});
       }
     }
 }

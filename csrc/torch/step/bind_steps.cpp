@@ -26,9 +26,9 @@ std::shared_ptr<Bucket> bucket_of(const Layouts& rules, const py::list& groups,
   return std::make_shared<Bucket>(members[0].layout, members[0].local.device(), members, info);
 }
 
-DecideTensors inputs_on(const at::Device& device, const py::object& scale,
-                        std::optional<double> max_norm) {
-  DecideTensors inputs;
+CriteriaTensors inputs_on(const at::Device& device, const py::object& scale,
+                          std::optional<double> max_norm) {
+  CriteriaTensors inputs;
   inputs.scale = scalar_on(device, scale);
   inputs.max_norm = max_norm.value_or(0.0);
   return inputs;
@@ -39,7 +39,7 @@ void step_bucket(Bucket& bucket, const py::list& groups,
                  const std::shared_ptr<Measurement>& measured, const py::object& scale,
                  std::optional<double> max_norm, const std::optional<at::Tensor>& total) {
   const at::Device device = bucket.device();
-  const DecideTensors inputs = inputs_on(device, scale, max_norm);
+  const CriteriaTensors inputs = inputs_on(device, scale, max_norm);
   at::Tensor verdict = total ? decide_on(device, {*total}, inputs) : new_verdict(device);
   const ApplyInputs given = {.decides = total ? nullptr : &inputs, .found = measured.get()};
   apply_bucket(bucket, bucket.hypers(groups), verdict, given, py::none(), nullptr);

@@ -8,13 +8,13 @@
 namespace amp_mp {
 
 // Other rules have none: `plan` is then the plan that was given.
-class Directions {
+class StoredDirections {
  public:
   const std::vector<Slot>& plan;  // with memory for the directions
 
   // The callbacks turn them into updates.
-  Directions(const RuleInfo& rule, const Slots& slots, const std::vector<Slot>& chosen,
-             const ApplyInputs& callbacks, const at::Tensor& verdict)
+  StoredDirections(const RuleInfo& rule, const Slots& slots, const std::vector<Slot>& chosen,
+                   const ApplyInputs& callbacks, const at::Tensor& verdict)
       : plan(rule.has_direction ? own_ : chosen), callbacks_(callbacks), verdict_(verdict) {
     if (!rule.has_direction) return;
     own_ = chosen;
@@ -27,11 +27,11 @@ class Directions {
     for (Slot& slot : own_)
       slot.state[rule.states - 1] = {data + offsets[size_t(slot.row)], Format::bfloat16};
   }
-  Directions(const Directions&) = delete;
+  StoredDirections(const StoredDirections&) = delete;
 
   void add_to(NormInputs& inputs) {
     if (!memory_.defined() || !callbacks_.make_updates) return;
-    inputs.make_updates = [](void* self) { static_cast<Directions*>(self)->update(); };
+    inputs.make_updates = [](void* self) { static_cast<StoredDirections*>(self)->update(); };
     inputs.directions = this;
   }
 

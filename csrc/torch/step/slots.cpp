@@ -20,7 +20,7 @@ void prefetch_impl(const at::Tensor& t) {
 
 Array written(const ArrayTensors& t) {
   return {t.data.mutable_data_ptr(), t.format,
-          t.rest.defined() ? t.rest.mutable_data_ptr() : nullptr};
+          t.second.defined() ? t.second.mutable_data_ptr() : nullptr};
 }
 
 }  // namespace
@@ -30,8 +30,6 @@ Slots::Slots(std::vector<SlotTensors> own, const at::Device& device)
   std::vector<Shard> shards;
   for (const SlotTensors& each : own_) {
     params_.push_back(each.param);
-    records_.push_back(each.record);
-    masters_.push_back(each.master.defined() ? each.master.unsafeGetTensorImpl() : nullptr);
     shards.push_back({each.dtensor, each.name});
   }
   shards_ = Shards(std::move(shards));
@@ -47,7 +45,7 @@ void Slots::for_each_tensor(int64_t i, const F& f) const {
   if (own.master.defined()) f(own.master);
   for (const ArrayTensors& s : own.states) f(s.data);
   for (const ArrayTensors& s : own.states)
-    if (s.rest.defined()) f(s.rest);
+    if (s.second.defined()) f(s.second);
   f(own.clock);
 }
 
@@ -59,9 +57,7 @@ size_t Slots::shape_of(const at::Tensor& param) {
 }
 
 void Slots::remember() {
-  shapes_.clear();
-  memory_.clear();
-  slots_.clear();
+  checked_ = {};
   for (int64_t i = 0; i < size(); ++i) {
     Slot s = {};
     const SlotTensors& own = own_[size_t(i)];
@@ -74,9 +70,9 @@ void Slots::remember() {
     s.tensor_index = uint32_t(own.tensor_index);
     s.origin = own.origin;
     s.row = i;
-    slots_.push_back(s);
-    shapes_.push_back(shape_of(own.param));
-    for_each_tensor(i, [&](const at::Tensor& t) { memory_.push_back(t.const_data_ptr()); });
+    checked_.slots.push_back(s);
+    checked_.shapes.push_back(shape_of(own.param));
+    for_each_tensor(i, [&](const at::Tensor& t) { checked_.memory.push_back(t.const_data_ptr()); });
   }
 }
 
@@ -117,10 +113,11 @@ bool Slots::fit() const {
   for (int64_t i = 0; i < size(); ++i) {
     if (i + kAhead < size()) {
       prefetch_impl(params_[i + kAhead]);
-      __builtin_prefetch(records_[i + kAhead].get());
+      __builtin_prefetch(own_[size_t(i + kAhead)].record.get());
     }
-    if (shape_of(params_[i]) != shapes_[i]) return false;
-    if (records_[i] && records_[i]->master().unsafeGetTensorImpl() != masters_[i]) return false;
+    if (shape_of(params_[i]) != checked_.shapes[i]) return false;
+    const SlotTensors& own = own_[size_t(i)];
+    if (own.record && !own.record->master().is_same(own.master)) return false;
   }
   return shards_.are(params_);
 }
@@ -140,7 +137,7 @@ void Slots::follow_memory() {
   for (int64_t i = 0; i < size(); ++i) {
     prefetch(i + 2, i + 4);
     for_each_tensor(i, [&](const at::Tensor& t) {
-      moved = moved || t.const_data_ptr() != memory_[at];
+      moved = moved || t.const_data_ptr() != checked_.memory[at];
       ++at;
     });
   }
@@ -154,22 +151,22 @@ void Slots::find_copies(bool captured) {
   // A CUDA graph must not write copies that the cache may free, and its replays advance no version
   // counters.
   if (captured) casting::never_cache(params_);
-  copies_ = captured ? Tensors(own_.size()) : casting::copies_to_write(params_);
-  for (size_t i = 0; shards_.any() && i < copies_.size(); ++i)
-    if (shards_.has(i)) copies_[i].reset();  // DTensors are never cached
+  planned_.copies = captured ? Tensors(own_.size()) : casting::copies_to_write(params_);
+  for (size_t i = 0; shards_.any() && i < planned_.copies.size(); ++i)
+    if (shards_.has(i)) planned_.copies[i].reset();  // DTensors are never cached
 }
 
 void Slots::find_changes(bool captured) {
-  noted_.clear();
+  planned_.noted.clear();
   if (watched_ == 0) return;
   for (size_t i = 0; i < own_.size(); ++i) {
-    slots_[i].changes = {};
+    checked_.slots[i].changes = {};
     const std::shared_ptr<WeightChanges> changes = own_[i].changes.lock();
     if (!changes || !changes->fits(params_[i])) continue;
     if (captured) changes->keep();
     used_on_current_stream(changes->memory());
-    slots_[i].changes = changes->changes();
-    noted_.push_back(changes);
+    checked_.slots[i].changes = changes->changes();
+    planned_.noted.push_back(changes);
   }
 }
 
@@ -180,7 +177,7 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
   find_copies(captured);
   find_changes(captured);
   if (readings) readings->assign(own_.size(), Reading{});
-  has_gradient_.assign(own_.size(), true);
+  planned_.has_gradient.assign(own_.size(), true);
   kept.reserve(3 * own_.size());  // pointers into it stay good
   bool all_as_remembered = true;
   for (int64_t i = 0; i < size(); ++i) {
@@ -193,9 +190,9 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
           !captured || frozen, "amp_mp: ", name(size_t(i)),
           " has no gradient, and a step captured now would leave it out of every replay; ",
           "capture after a backward pass that reaches it, or freeze it");
-      copies_[size_t(i)].reset();
-      slots_[size_t(i)].grad = {};
-      has_gradient_[size_t(i)] = false;
+      planned_.copies[size_t(i)].reset();
+      checked_.slots[size_t(i)].grad = {};
+      planned_.has_gradient[size_t(i)] = false;
       all_as_remembered = false;
       continue;
     }
@@ -207,35 +204,36 @@ const std::vector<Slot>& Slots::plan(Tensors& kept, std::vector<Reading>* readin
       if (!dense) kept.push_back(grad->contiguous());
       (*readings)[size_t(i)] = {grad->numel(), array_of(dense ? *grad : kept.back(), label())};
     }
-    slots_[size_t(i)].grad = array_of(laid_out_as(param, *grad, kept), label());
+    checked_.slots[size_t(i)].grad = array_of(laid_out_as(param, *grad, kept), label());
     all_as_remembered = all_as_remembered && !writes_copy(size_t(i));
   }
-  if (all_as_remembered) return slots_;  // without copying 200 bytes per parameter
-  chosen_.clear();
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    if (!has_gradient_[i]) continue;
-    chosen_.push_back(slots_[i]);
-    if (writes_copy(i)) chosen_.back().copy = array_of(copies_[i], {"a cached cast"});
+  if (all_as_remembered) return checked_.slots;  // without copying 200 bytes per parameter
+  planned_.chosen.clear();
+  for (size_t i = 0; i < checked_.slots.size(); ++i) {
+    if (!planned_.has_gradient[i]) continue;
+    planned_.chosen.push_back(checked_.slots[i]);
+    if (writes_copy(i))
+      planned_.chosen.back().copy = array_of(planned_.copies[i], {"a cached cast"});
   }
-  return chosen_;
+  return planned_.chosen;
 }
 
 bool Slots::writes_copy(size_t i) const {
-  return copies_[i].defined() && !own_[i].master.defined();
+  return planned_.copies[i].defined() && !own_[i].master.defined();
 }
 
 void Slots::finish(bool written) {
   for (size_t i = 0; written && i < own_.size(); ++i) {
-    if (!has_gradient_[i]) continue;
+    if (!planned_.has_gradient[i]) continue;
     bump_version(params_[i]);
     const at::Tensor& param = shards_.has(i) ? shards_.dtensor(i) : params_[i];
     if (shards_.has(i)) bump_version(param);
-    if (records_[i]) records_[i]->stepped(param, params_[i], slots_[i].sum);
+    if (own_[i].record) own_[i].record->stepped(param, params_[i], checked_.slots[i].sum);
   }
   shards_.drop_gradients();
-  casting::copies_written(params_, copies_);
-  copies_.clear();  // now only the cache holds them
-  noted_.clear();
+  casting::copies_written(params_, planned_.copies);
+  planned_.copies.clear();  // now only the cache holds them
+  planned_.noted.clear();
 }
 
 }  // namespace amp_mp

@@ -19,7 +19,7 @@ struct SlotTensors {
   // The tensor that makes the parameter a master (core/splits.h): a float32 master, or int16 or
   // int8 remainders; undefined if the rule updates the parameter itself.
   at::Tensor master;
-  std::vector<ArrayTensors> states;  // the rule's; rest: scales of a state in groups
+  std::vector<ArrayTensors> states;  // the rule's
   bool stochastic = false;           // round a parameter without master stochastically
   at::Tensor clock;                  // float64 of 4 elements (core/rules/base.h, Clock)
   int64_t group = 0;                 // index into the step's hypers
@@ -95,21 +95,27 @@ class Slots {
   template <class F>
   void for_each_tensor(int64_t i, const F& f) const;
 
+  // Of the tensors as they were checked last, by which a step notices that their memory has moved.
+  struct Checked {
+    std::vector<size_t> shapes;       // shape_of every parameter
+    std::vector<const void*> memory;  // of every tensor
+    std::vector<Slot> slots;          // one for each parameter, with the last step's gradient
+  };
+  // Of the current step, from plan() to finish().
+  struct Planned {
+    std::vector<bool> has_gradient;                     // one for each parameter
+    Tensors copies;                                     // cached casts that the step writes
+    std::vector<std::shared_ptr<WeightChanges>> noted;  // which it writes
+    std::vector<Slot> chosen;  // its slots, if they are not checked_.slots unchanged
+  };
+
   std::vector<SlotTensors> own_;
-  Tensors params_;                               // own_[i].param
-  std::vector<WeightRecord> records_;            // null without a master
-  std::vector<const c10::TensorImpl*> masters_;  // those of the records, when the slots were made
+  Tensors params_;  // own_[i].param
   Shards shards_;
   at::Device device_;
-  // Of the last check(), to notice tensors whose memory has moved.
-  std::vector<size_t> shapes_;       // shape_of every parameter
-  std::vector<const void*> memory_;  // of every tensor
-  std::vector<Slot> slots_;          // one for each parameter, with the last step's gradient
-  std::vector<Slot> chosen_;         // a step's slots, if they are not slots_ unchanged
-  std::vector<bool> has_gradient_;   // one for each parameter, in the current step
-  Tensors copies_;                   // cached casts that the current step writes
-  uint64_t watched_;                 // watched_so_far() when the parameters' notes were looked up
-  std::vector<std::shared_ptr<WeightChanges>> noted_;  // which the current step writes
+  uint64_t watched_;  // watched_so_far() when the parameters' notes were looked up
+  Checked checked_;
+  Planned planned_;
   TableMemory table_memory_;
   int64_t moves_ = 0;
 };

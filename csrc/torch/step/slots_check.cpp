@@ -65,7 +65,7 @@ void Slots::check() const {
           " (", describe(p), ") cannot be ", kFormats[int(format)].name,
           ": only a rule's first two states can, with scales, and with a multiple of ", kGroup,
           " elements");
-      check_numbers(s, rest_dtype_of(format), p.numel() / kGroup, scale);
+      check_numbers(s, second_dtype_of(format), p.numel() / kGroup, scale);
     }
     check_numbers(own.clock, at::kDouble, int64_t(sizeof(Clock) / sizeof(double)), clock);
   }

@@ -48,8 +48,8 @@ ScaleUpdate scale_update_of(const ScaleUpdateTensors& tensors, const at::Device&
   return u;
 }
 
-DecideInputs decide_inputs(const DecideTensors& tensors, const at::Device& device) {
-  DecideInputs d;
+Criteria criteria_of(const CriteriaTensors& tensors, const at::Device& device) {
+  Criteria d;
   d.scale = optional_float(tensors.scale, device, "scale");
   d.found_inf = optional_float(tensors.found_inf, device, "found_inf");
   d.max_norm = tensors.max_norm;
@@ -63,7 +63,7 @@ DecideInputs decide_inputs(const DecideTensors& tensors, const at::Device& devic
   return d;
 }
 
-Verdict decide_on_cpu(const Statistics* total, const DecideInputs& d) {
+Verdict decide_on_cpu(const Statistics* total, const Criteria& d) {
   const Verdict v = decide(total, d.scale, d.found_inf, d.max_norm, d.limit);
   update_loss_scale(d.scale_update, v.found_inf == kOverflow, v.max_abs);
   return v;
@@ -123,7 +123,8 @@ at::Tensor new_verdict(const at::Device& device) {
   return at::empty({kNumbers}, at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
-at::Tensor decide_on(const at::Device& device, const Tensors& totals, const DecideTensors& inputs) {
+at::Tensor decide_on(const at::Device& device, const Tensors& totals,
+                     const CriteriaTensors& inputs) {
   at::Tensor rows = totals.size() == 1 ? totals[0] : at::Tensor();
   if (totals.size() > 1) {  // parameters on several devices have one norm and one verdict
     Tensors last;
@@ -139,7 +140,7 @@ at::Tensor decide_on(const at::Device& device, const Tensors& totals, const Deci
   }
   const at::Tensor verdict = new_verdict(device);
   Verdict* const out = data_of<Verdict>(verdict);
-  const DecideInputs d = decide_inputs(inputs, device);
+  const Criteria d = criteria_of(inputs, device);
   on(device, [&] { *out = decide_on_cpu(total, d); }, AMP_MP_CUDA(decide(total, d, out, stream)));
   if (inputs.reports) inputs.reports->count_decision();
   return verdict;
@@ -179,11 +180,11 @@ void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>&
   counted.sum_updates = counting(sum_updates);
   counted.make_updates = counting(make_updates);
   counted.normalise = normalise;
-  Directions directions(rule, slots, chosen, counted, verdict);
+  StoredDirections directions(rule, slots, chosen, counted, verdict);
   const std::vector<Slot>& plan = directions.plan;
   check_device(verdict, slots.device(), {"verdict"});
   const std::vector<Hyper> hypers = hypers_of(hyper_tensors, device, kept);
-  const DecideInputs inputs = decides ? decide_inputs(*decides, device) : DecideInputs{};
+  const Criteria inputs = decides ? criteria_of(*decides, device) : Criteria{};
   std::optional<Measurement> own;
   if (measures) found = &own.emplace(readings, device);
   const auto count = int64_t(plan.size());

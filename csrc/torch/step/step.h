@@ -21,10 +21,10 @@ struct ScaleUpdateTensors {
   int64_t growth_interval;
 };
 
-// What decides a verdict besides statistics (plan.h, DecideInputs). scale and found_inf are float32
+// What decides a verdict besides statistics (plan.h, Criteria). scale and found_inf are float32
 // tensors of one element on the verdict's device; history is float64 [4], for a limit that has one
 // (core/norm_limit.h).
-struct DecideTensors {
+struct CriteriaTensors {
   std::optional<at::Tensor> scale, found_inf;
   double max_norm = 0;
   std::shared_ptr<ScaleUpdateTensors> scale_update;
@@ -38,12 +38,13 @@ at::Tensor new_verdict(const at::Device& device);
 
 // A verdict on the device. totals: one tensor of statistics for each device, whose last row is the
 // total; empty if nothing was measured.
-at::Tensor decide_on(const at::Device& device, const Tensors& totals, const DecideTensors& inputs);
+at::Tensor decide_on(const at::Device& device, const Tensors& totals,
+                     const CriteriaTensors& inputs);
 
 // What a step of slots decides by, and what it calls between its two halves.
 struct ApplyInputs {
   // Null if the verdict is decided already.
-  const DecideTensors* decides = nullptr;
+  const CriteriaTensors* decides = nullptr;
   // Rules with norms, and decisions that depend on gradients, need statistics: the result of
   // measure(slots); or `measures`, and the step reads the gradients.
   Measurement* found = nullptr;

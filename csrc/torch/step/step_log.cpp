@@ -30,7 +30,7 @@ at::Tensor StepLog::decide(const at::Device& device, const Tensors& totals,
                            const py::object& scale) {
   Tensors rows;
   for (const at::Tensor& total : totals) rows.push_back(total.unsqueeze(0));
-  DecideTensors inputs;
+  CriteriaTensors inputs;
   inputs.scale = scalar_on(device, scale);
   inputs.reports = reports_on(device);
   const at::Tensor verdict = decide_on(device, rows, inputs);

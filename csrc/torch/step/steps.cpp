@@ -122,7 +122,7 @@ void Steps::forget() {
 }
 
 std::shared_ptr<Gathered> Steps::gather(const Layouts& rules, const py::list& groups,
-                                          const py::dict& states, const GroupInfo& info) {
+                                        const py::dict& states, const GroupInfo& info) {
   warn_of_graph();
   return std::make_shared<Gathered>(rules, groups, states, info);
 }
@@ -136,8 +136,8 @@ std::shared_ptr<Measured> Steps::measure(const std::shared_ptr<Gathered>& gather
 }
 
 py::object Steps::step(const std::shared_ptr<Gathered>& gathered, const py::list& groups,
-                         const StepInputs& given, bool checks, std::optional<double> own_norm,
-                         const std::optional<NormLimit>& limit) {
+                       const StepInputs& given, bool checks, std::optional<double> own_norm,
+                       const std::optional<NormLimit>& limit) {
   gathered->find_gradients();
   const auto& buckets = gathered->buckets();
   const auto& collectives = gathered->collectives;
@@ -167,9 +167,9 @@ py::object Steps::step(const std::shared_ptr<Gathered>& gathered, const py::list
     for (const auto& bucket : buckets) bucket->slots().check_gradients();
   const bool scale_is_here = is_tensor(given.scale) && tensor_of(given.scale).device() == device;
   const bool updates_scale = given.scale_update && scale_is_here && one_device;
-  DecideTensors inputs = {scalar_on(device, given.scale), scalar_on(device, given.found_inf),
-                          max_norm, updates_scale ? given.scale_update : nullptr,
-                          log_.reports_on(device)};
+  CriteriaTensors inputs = {scalar_on(device, given.scale), scalar_on(device, given.found_inf),
+                            max_norm, updates_scale ? given.scale_update : nullptr,
+                            log_.reports_on(device)};
   inputs.limit = limit.value_or(NormLimit{});
   if (inputs.limit.window > 0) inputs.history = log_.history_on(device);
   at::Tensor verdict;

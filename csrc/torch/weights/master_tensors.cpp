@@ -25,14 +25,14 @@ namespace {
 
 // Where a split has rounded to the next weight, away from zero or (below a power of two, which a
 // remainder beside float16 reaches) towards it, the remainder becomes the last one on that side.
-template <class Rest>
+template <class Remainder>
 void correct(const at::Tensor& own, const at::Tensor& weight, int largest, const at::Tensor& made) {
   const auto *there = static_cast<const int16_t*>(own.const_data_ptr()),
              *here = static_cast<const int16_t*>(weight.const_data_ptr());
-  auto* rest = static_cast<Rest*>(made.mutable_data_ptr());
+  auto* remainder = static_cast<Remainder*>(made.mutable_data_ptr());
   for (int64_t i = 0, n = weight.numel(); i < n; ++i) {
     const auto above = int16_t(there[i] - here[i]);
-    if (above != 0) rest[i] = Rest(above == 1 ? largest : above == -1 ? -largest - 1 : 0);
+    if (above != 0) remainder[i] = Remainder(above == 1 ? largest : above == -1 ? -largest - 1 : 0);
   }
 }
 
@@ -46,7 +46,7 @@ at::Tensor made_beside(const ArrayTensors& from, const at::Tensor& weight, at::S
   const at::Tensor own = writes ? weight : at::empty_like(weight);
   const at::Tensor made = at::empty_like(weight, weight.options().dtype(dtype));
   copy_array(from, *master_in(own, made));
-  const bool is_alone = from.data.is_same(weight) && !from.rest.defined();
+  const bool is_alone = from.data.is_same(weight) && !from.second.defined();
   if (writes || is_alone) return made;
   if (dtype == at::kFloat) {
     const at::Tensor other = own.view(at::kShort).ne(weight.view(at::kShort));

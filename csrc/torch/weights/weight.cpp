@@ -111,19 +111,19 @@ ArrayTensors Weight::held(const Param& param, bool stepping, bool exactly) const
 }
 
 bool Weight::is_present(const ArrayTensors& found) const {
-  return found.rest.defined() && (found.data.is_same(master_) || found.rest.is_same(master_));
+  return found.second.defined() && (found.data.is_same(master_) || found.second.is_same(master_));
 }
 
 at::Tensor Weight::values(const Param& param, bool stepping) const {
   const ArrayTensors found = held(param, stepping);
-  if (found.rest.defined()) return values_of(found);
+  if (found.second.defined()) return values_of(found);
   return found.format == Format::float32 ? found.data.detach().clone() : at::Tensor();
 }
 
 at::Tensor Weight::beside(const Param& param, bool stepping) const {
   const ArrayTensors found = held(param, stepping);
   if (is_present(found)) return master_.detach();
-  const bool is_alone = !found.rest.defined() && found.format != Format::float32;
+  const bool is_alone = !found.second.defined() && found.format != Format::float32;
   return is_alone ? at::Tensor() : made_beside(found, param.local, at::kFloat);
 }
 
@@ -180,9 +180,9 @@ void Weight::store_anew(const Param& param, const at::Tensor& values) {
   const at::Tensor weight = param.local.detach();
   const bool native = (weight.is_cpu() || weight.is_cuda()) && !is_subclass(weight);
   if (native && weight.numel() > 0) {
-    const at::Tensor rest = made_beside(float32_array(values), weight, at::kShort);
-    if (const auto few = exceptions(values, master_values(weight, rest))) {
-      replace(rest, weight.scalar_type());
+    const at::Tensor remainder = made_beside(float32_array(values), weight, at::kShort);
+    if (const auto few = exceptions(values, master_values(weight, remainder))) {
+      replace(remainder, weight.scalar_type());
       set_stored(weight, few->first, few->second);
     }
   }
@@ -199,9 +199,9 @@ at::Tensor Weight::master_for(const Param& param, at::ScalarType dtype, bool ste
     dtype_ = weight.scalar_type();  // a float32 master goes with weights of both dtypes
   const bool same_format = master_.defined() && master_.scalar_type() == dtype;
   const ArrayTensors from = held(param, stepping, /*exactly=*/!same_format);
-  const bool stays = same_format && from.rest.defined();    // the same bytes, where the weight is
+  const bool stays = same_format && from.second.defined();  // the same bytes, where the weight is
   const bool writes = fits(weight) && is_master_written();  // then the weight follows
-  const at::Tensor made = stays ? dtype == at::kFloat ? from.data : from.rest
+  const at::Tensor made = stays ? dtype == at::kFloat ? from.data : from.second
                                 : made_beside(from, weight, dtype, writes);
   if (!made.is_same(master_)) replace(made, weight.scalar_type());
   if (writes) bump_version(param.whole);

@@ -24,10 +24,6 @@ SETTINGS = (*FIXED, "measure")
 
 Seconds = dict[str, dict[str, float]]  # by shape and way, as `_C.products.measure` gives them
 
-# Of each dtype that was chosen for: the word and the seconds of the choice. Layer norms of these
-# dtypes on a CPU compute in float32, gradients of their weights included, and take float32 weights.
-CHOSEN: dict[torch.dtype, tuple[str, Seconds]] = {}
-
 
 def choose_products(products: str, dtype: torch.dtype) -> None:
     """Chooses how this process computes products of a dtype on the CPU.
@@ -48,7 +44,7 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     if setting in FIXED:
         choice = "native" if setting == name else "float32", _fixed(setting)
     elif products == "auto":
-        choice = CHOSEN.get(dtype) or ("auto", measured(dtype))
+        choice = _C.products.chosen.get(dtype) or ("auto", measured(dtype))
         if not setting and distributed.is_available() and distributed.is_initialized():
             store = default_store()
             first = store.compare_set(f"amp_mp/products/{name}", "", json.dumps(choice))
@@ -56,7 +52,15 @@ def choose_products(products: str, dtype: torch.dtype) -> None:
     else:
         choice = products, measured(dtype)
     _C.products.choose(dtype, *choice)
-    CHOSEN[dtype] = choice
+
+
+def is_chosen(dtype: torch.dtype) -> bool:
+    """Whether there was a choice for a dtype.
+
+    Layer norms of the dtype on a CPU then compute in float32, gradients of their weights included,
+    and take float32 weights.
+    """
+    return dtype in _C.products.chosen  # a dict, which torch.compile can read
 
 
 def check_products(products: str) -> None:

@@ -215,16 +215,16 @@ class AveragedModel(nn.Module):
         float32 model can load it.
         """
         low = [tensor for _, tensor in self._averaged() if tensor.dtype in LOW_PRECISION]
-        rests = dict(zip(map(id, low), self.remainders.buffers(), strict=True))
+        remainders = dict(zip(map(id, low), self.remainders.buffers(), strict=True))
         found = self.module.state_dict(keep_vars=True)
         made: dict[int, Any] = {}
         for value in {id(each): each for each in found.values()}.values():
             if not isinstance(value, Tensor):  # what a module gives by get_extra_state
                 made[id(value)] = value
                 continue
-            tensor, rest = value.detach(), rests.get(id(value))
-            if rest is not None:
-                tensor = _C.decode(tensor, rest, split_name(FORMAT, tensor.dtype))
+            tensor, remainder = value.detach(), remainders.get(id(value))
+            if remainder is not None:
+                tensor = _C.decode(tensor, remainder, split_name(FORMAT, tensor.dtype))
             dtype = torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
             made[id(value)] = tensor.to(dtype, copy=True)
         return {name: made[id(value)] for name, value in found.items()}
@@ -281,10 +281,10 @@ class AveragedModel(nn.Module):
         stepped = stepped_params(optimizers)
         beside = _C.masters_beside(live, [tensor in stepped for tensor in live])
         native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)
-        for index, (average, value, rest) in enumerate(zip(averages, live, beside, strict=True)):
+        for index, (average, value, master) in enumerate(zip(averages, live, beside, strict=True)):
             moves, dtype = index < moving, average.dtype
             if moves and dtype in LOW_PRECISION:
-                native[average.device].append((average, next(remainders), value, rest))
+                native[average.device].append((average, next(remainders), value, master))
             elif moves and dtype == torch.float32:
                 native[average.device].append((average, None, value, None))
             elif moves and (dtype.is_floating_point or dtype.is_complex):
@@ -292,8 +292,8 @@ class AveragedModel(nn.Module):
             else:
                 average.copy_(value)
         for rows in native.values():
-            to, to_rests, values, rests = zip(*rows, strict=True)
-            _C.average_(to, to_rests, values, rests, decay)
+            to, to_masters, values, masters = zip(*rows, strict=True)
+            _C.average_(to, to_masters, values, masters, decay)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AveragedModel":
         """Moves the averages and leaves n_averaged where it is; TypeError where it would cast."""

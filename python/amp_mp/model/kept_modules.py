@@ -155,7 +155,7 @@ def _mixes(module: nn.Module, inputs: list[Tensor]) -> bool:
         return True
     own = isinstance(module, MIXING) and where.startswith("torch.nn.")
     if isinstance(module, CHOSEN_FIRST):
-        chosen = all(t.dtype in products.CHOSEN for t in inputs)
+        chosen = all(products.is_chosen(t.dtype) for t in inputs)
         own = own and chosen and _weight_dtype(module) == torch.float32
     return own and all(t.device.type == "cpu" for t in inputs)
 

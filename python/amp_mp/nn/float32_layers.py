@@ -167,7 +167,7 @@ def _is_fused(function: Callable[..., Tensor], x: Tensor, *args: Any) -> bool:
         return plain and x.dtype in NATIVE and not compiling
     if function is functional.group_norm:  # torch sums gradients of low-precision weights in these
         return is_low and weights == {torch.float32}
-    chosen = x.dtype in products.CHOSEN or not compiling
+    chosen = not compiling or products.is_chosen(x.dtype)
     return function is functional.layer_norm and is_low and chosen
 
 

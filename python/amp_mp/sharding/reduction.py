@@ -4,11 +4,11 @@ Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number o
 """
 
 from collections.abc import Callable, Iterable, MutableSet, Sequence
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import chain
 from math import isinf
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 from zlib import crc32
 
@@ -24,8 +24,12 @@ from amp_mp.torch_versions import all_gather
 
 # Sums of the same gradients on several processes differ by less: kernels that add in any order.
 ALIKE = 1e-3
-# A process group's name, and why it is one: "mesh" or "process_groups". One group may be both.
-GroupKey = tuple[str, str]
+# A process group's name, and what its processes hold: "mesh", parts of the same tensors, or
+# "process_groups", other tensors. One group may be both.
+GroupName = tuple[str, str]
+Key = frozenset[GroupName]  # the groups over which a tensor's row is added
+Gather = Callable[[Tensor, Any], Tensor]  # rows [n, 3 k], a process group: [processes, n, 3 k]
+COMPLETE: Key = frozenset()
 EMPTY = 'empty where it has no parameters: {"params": [], "process_groups": group}'
 # The process groups over which processes have compared their process_groups.
 _compared: MutableSet[Any] = WeakSet()
@@ -117,14 +121,21 @@ def refuse_meshes(process_groups: Sequence[Any], params: Sequence[Any]) -> None:
 class WholeStatistics:
     """Turns statistics of shards into those of whole tensors, over all processes that hold a part.
 
-    Gathers rows once for each process group over which tensors are split, or whose processes hold
-    other tensors (process_groups). Every process has to have the same param_groups with the same
-    tensors in the same order, except in those with process_groups, which may be empty, and call
-    the same methods in the same order. Gathers, their order and the number of their rows follow
-    from what all processes of their group have in common: the param_groups, the tensors without
-    process_groups, and those that are split over the group. Else one process would wait for ever,
-    or add what another one has not. Replicated and plain tensors count once; the gathers compare
-    them between processes.
+    Tensors of one key are added over the same process groups. A row is complete when it was added
+    over all of them: it is then the same on every process, or their decisions would differ. There
+    is one all-gather for each group, first of meshes, then of process_groups:
+
+        over                    adds                               compares
+        a mesh's group          a row for each key with it; for    a row for each key that
+                                norms one for each tensor          is complete
+        one of process_groups   a row for all keys that wait for   the sum of what is complete
+                                the same process_groups
+
+    Every process has to have the same param_groups with the same tensors in the same order, except
+    in those with process_groups, which may be empty, and call the same methods in the same order.
+    Gathers, their order and the number of their rows follow from what all processes of their group
+    have in common: the param_groups, the tensors without process_groups, and those that are split
+    over the group. Else one process would wait for ever, or add what another one has not.
     All processes get the same bits: rows are gathered, and then added in the order of ranks.
     """
 
@@ -148,57 +159,49 @@ class WholeStatistics:
         self.device = device = (
             local_of(self.params[0]).device if count else _device_of(chain(*self._named))
         )
-        self._meshes: dict[GroupKey, Any] = {}
-        self._others: dict[GroupKey, Any] = {}
-        self._keys: list[tuple[GroupKey, ...]] = []  # of each tensor: groups to add its row over
-        # The process_groups of param_groups, each tuple once: there is a row for each, of zeros,
-        # before those of the tensors. So all processes have the same rows in the same order when
-        # tensors of one such tuple have become one row, also where there are none.
-        self._tuples: list[tuple[GroupKey, ...]] = []
+        self._meshes: dict[GroupName, Any] = {}
+        self._others: dict[GroupName, Any] = {}
+        self._keys: list[Key] = []  # of each tensor
+        # Those of process_groups alone, for which a total has a row also where no tensor is here.
+        self._always: list[Key] = [COMPLETE]
+        of_others: dict[GroupName, Any] = {}
         for group, named in zip(groups, self._named, strict=True):
             refuse_meshes(named, group["params"])
             different = {("process_groups", each.group_name): each for each in named}
             self._others |= different
-            if different and tuple(different) not in self._tuples:
-                self._tuples.append(tuple(different))
+            self._always.append(frozenset(different))
             for param in group["params"]:
                 split = {("mesh", each.group_name): each for each in split_groups(param)}
-                self._meshes |= split
-                self._keys.append((*split, *different))
-        # Rows of tensors of one kind are added first.
-        kinds = list(dict.fromkeys(chain(self._tuples, self._keys)))
-        own = [[i for i, key in enumerate(self._keys) if key == kind] for kind in kinds]
-        self._kinds = [(len(each), _selection(each, count, device)) for each in own]
-        self._of_kinds = Rounds(kinds, self._meshes, self._others, device)
+                (of_others if different else self._meshes).update(split)
+                self._keys.append(frozenset({*split, *different}))
+        self._meshes |= of_others
+        self._order = self._order_of_meshes()
+        self._places = self._by_key(range(count))
         self._buckets = [(on, _selection(stepped, count, device)) for on, stepped, _ in buckets]
-        self._in_buckets = [{*all_of_it} for *_, all_of_it in buckets]
-        self._of_buckets: dict[int, Rounds] = {}
-        self._looked = (
-            False  # whether what must be the same was compared, which may wait for a device
-        )
+        self._in_buckets = [sorted(all_of_it) for *_, all_of_it in buckets]
+        self._places_in: dict[int, dict[Key, Tensor | None]] = {}
+        self._has_compared = False
         # Whether other processes hold a part of anything, and whether one all-reduce over the
         # groups of any one tensor would miss some of them.
         self.is_needed = bool(self._meshes or self._others)
-        self._splits_differ = self.is_needed and (len(kinds) > 1 or bool(self._others))
+        self._splits_differ = self.is_needed and (len(self._places) > 1 or bool(self._others))
 
-    # Wrappers make these objects in every iteration, and only norms of tensors need the following.
+    def _order_of_meshes(self) -> list[GroupName]:
+        """Those of fewer keys come first, then smaller ones: so later gathers compare more.
 
-    @cached_property
-    def _of_tensors(self) -> "Rounds":
-        return Rounds(self._keys, self._meshes, {}, self.device)
+        Processes that add one tensor over two groups in another order add it twice. So the order
+        follows from tensors without process_groups, since a process may have no others.
+        """
+        keys = {key for key in self._keys if key.isdisjoint(self._others)}
+        counts = {name: sum(name in key for key in keys) for name in self._meshes}
+        return sorted(self._meshes, key=lambda name: (counts[name], self._meshes[name].size()))
 
-    @cached_property
-    def _of_others(self) -> "Rounds":
-        after = [tuple(each for each in key if each in self._others) for key in self._keys]
-        return Rounds([*self._tuples, *after], {}, self._others, self.device)
-
-    def _of_bucket(self, bucket: int) -> "Rounds":
-        """Those of a bucket's tensors alone: another process may not have this bucket."""
-        if bucket not in self._of_buckets:
-            own = self._in_buckets[bucket]
-            keys = [key if i in own else () for i, key in enumerate(self._keys)]
-            self._of_buckets[bucket] = Rounds(keys, self._meshes, {}, self.device)
-        return self._of_buckets[bucket]
+    def _by_key(self, params: Iterable[int]) -> dict[Key, Tensor | None]:
+        """Which rows the parameters of each key are; None for all rows."""
+        found: dict[Key, list[int]] = {}
+        for i in params:
+            found.setdefault(self._keys[i], []).append(i)
+        return {key: _selection(own, self._count, self.device) for key, own in found.items()}
 
     def is_of(self, groups: list[dict[str, Any]], process_groups: Sequence[Any] = ()) -> bool:
         """Whether param_groups have these tensors and these process_groups still."""
@@ -230,16 +233,65 @@ class WholeStatistics:
 
         RuntimeError where tensors that are neither split nor of process_groups differ.
         """
-        sums = [
-            _added(rows if which is None else rows[which]) if number else rows.new_zeros(3)
-            for number, which in self._kinds
-        ]
-        of_kinds = torch.stack(sums) if len(sums) > 1 else (sums[0] if sums else rows.sum(0))[None]
-        return _added(self._of_kinds.added(of_kinds, self._gather, self._looks(rows)))
+        sums = {key: _added(own) for key, own in _taken(rows, self._places).items()}
+        compares = self._is_to_compare()
+        return self._over_others(self._over_meshes(sums, self._gather, compares), compares)
 
     def of_whole(self, rows: Tensor) -> Tensor:
         """The rows of the whole tensors. rows: [n, 3 k], k statistics of each tensor's shard."""
-        return self._of_tensors.added(rows)
+        return _put_back(rows, self._places, self._over_meshes(_taken(rows, self._places)))
+
+    def _over_meshes(
+        self, rows: dict[Key, Tensor], gather: Gather | None = None, compares: bool = False
+    ) -> dict[Key, Tensor]:
+        """The rows of each key, [m, 3 k], with what the other processes have of these tensors.
+
+        gather: sends what is complete, too, which all processes have or none. compares: whether
+        that is compared.
+        """
+        done: set[GroupName] = set()
+        for name in self._order:
+            due = [key for key in rows if name in key]
+            if not due:
+                continue
+            complete = [key for key in rows if key <= done] if gather else []
+            own = [rows[key] for key in due] + [_added(rows[key]) for key in complete]
+            parts = (gather or _all_gather)(torch.cat(own), self._meshes[name])
+            end = parts.shape[1] - len(complete)
+            if compares and complete:
+                self._compare(parts[:, end:])
+            added = _over_processes(parts[:, :end]).split_with_sizes(
+                [len(rows[key]) for key in due]
+            )
+            rows = rows | dict(zip(due, added, strict=True))
+            done.add(name)
+        return rows
+
+    def _over_others(self, sums: dict[Key, Tensor], compares: bool) -> Tensor:
+        """float64 [3]: the sum of all keys' rows, [1, 3], over process_groups, too.
+
+        Processes may have different keys there. So what waits for the same groups is one row, and
+        groups for which fewer rows wait come first.
+        """
+        left: dict[Key, list[Tensor]] = {key: [] for key in self._always}
+        for key, row in sums.items():
+            left[key.intersection(self._others)].append(row)
+        waiting = dict(self._others)
+        while waiting:
+            name = min(waiting, key=lambda each: sum(each in key for key in left))
+            due = [key for key in left if name in key]
+            own = [self._sum(left.pop(key)) for key in due] + [self._sum(left[COMPLETE])]
+            parts = self._gather(torch.cat(own), waiting.pop(name))
+            if compares:
+                self._compare(parts[:, -1:], parts[:, :-1])
+            for key, row in zip(due, _over_processes(parts[:, :-1]), strict=True):
+                left.setdefault(key - {name}, []).append(row[None])
+        return self._sum(left[COMPLETE])[0]
+
+    def _sum(self, rows: list[Tensor]) -> Tensor:
+        if not rows:
+            return torch.zeros(1, 3, dtype=torch.float64, device=self.device)
+        return _added(torch.cat(rows)) if len(rows) > 1 else rows[0]
 
     def _gather(self, rows: Tensor, group: Any) -> Tensor:
         """As _all_gather; the first time over a group it sends a row of process_groups, too.
@@ -274,20 +326,25 @@ class WholeStatistics:
                 )
         return parts[:, :-1]
 
-    def _looks(self, rows: Tensor) -> "Look | None":
-        """What looks at gathered rows; None where the host would wait, except for the first ones.
+    def _is_to_compare(self) -> bool:
+        """Whether a step reads what its gathers compare: on a GPU, where the host waits, the first.
 
-        rows: the rows of a step.
+        Later ones where the first have no gradient.
         """
-        if rows.is_cuda and (self._looked or torch.cuda.is_current_stream_capturing()):
-            return None
-        return self._look
+        if self.device.type != "cuda":
+            return True
+        return not (self._has_compared or torch.cuda.is_current_stream_capturing())
 
-    def _look(self, of_others: Tensor | None, settled: Tensor) -> None:
-        if of_others is not None and not self._looked:
+    def _compare(self, complete: Tensor, of_others: Tensor | None = None) -> None:
+        """RuntimeError where complete rows, [processes, n, 3 k], differ between processes.
+
+        of_others: the rows that are added over process_groups; warns if these do not differ.
+        """
+        if of_others is not None and not self._has_compared:
             _warn_of_copies(of_others)
-        found = Statistics(*(each.T.tolist() for each in settled.unbind(-1)))
-        self._looked = self._looked or of_others is not None or max(map(max, found.sum_squares)) > 0
+        found = Statistics(*(each.T.tolist() for each in complete[..., :3].unbind(-1)))
+        if of_others is not None or max(map(max, found.sum_squares)) > 0:
+            self._has_compared = True
         for squares, bad in zip(found.sum_squares, found.non_finite, strict=True):
             least, most = min(squares), max(squares)
             if most - least > ALIKE * most or len(set(bad)) > 1:
@@ -339,20 +396,25 @@ class WholeStatistics:
     ) -> tuple[list[_C.Measurement], list[_C.Measurement]]:
         """As `totals`, with a row for each whole tensor, for the gradients and for the masters."""
         rows = torch.cat([self._all(found), self._all(weights)], 1)
-        both = self._of_tensors.added(rows, self._gather, self._looks(rows))
+        compares = self._is_to_compare()
+        whole = self._over_meshes(_taken(rows, self._places), self._gather, compares)
+        both = _put_back(rows, self._places, whole)
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
-        rows_of_tuples = grads.new_zeros(len(self._tuples), 3)
-        own = torch.cat([rows_of_tuples, grads]) if self._tuples else grads
-        total = _added(self._of_others.added(own, self._gather, self._looks(rows)))
+        sums = {key: _added(own[:, :3]) for key, own in whole.items()}
+        total = self._over_others(sums, compares)
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
     def updates_of(self, bucket: int) -> Callable[[Tensor], Tensor]:
         """A function from rows [n, 3 k] of a bucket's shards to those of its whole tensors."""
         place = self._buckets[bucket][1]
-        rounds = self._of_bucket(bucket)
+        # Of its tensors alone: another process may not have this bucket.
+        if bucket not in self._places_in:
+            self._places_in[bucket] = self._by_key(self._in_buckets[bucket])
+        places = self._places_in[bucket]
 
         def updates(rows: Tensor) -> Tensor:
-            whole = rounds.added(self._spread(rows, place))
+            every = self._spread(rows, place)
+            whole = _put_back(every, places, self._over_meshes(_taken(every, places)))
             return (whole if place is None else whole[place]).to(rows.device)
 
         return updates
@@ -380,104 +442,6 @@ class WholeStatistics:
             known = last if own is None else torch.cat([own, last])
             found.append(_C.Measurement(known.to(device)))
         return found
-
-
-Gather = Callable[[Tensor, Any], Tensor]  # rows and a process group to [processes, rows, 3 k]
-# Called with what one round has gathered, [processes, rows, 3]: the rows of tensors that differ,
-# where it adds such, and the settled rows.
-Look = Callable[[Tensor | None, Tensor], None]
-
-
-class Round(NamedTuple):
-    """One all-gather: the rows that it adds over a process group, and those that it looks at."""
-
-    group: Any
-    is_of_others: bool  # whether its processes hold other tensors, and not parts of the same
-    bunches: list[Tensor]  # rows that are added up before, into the first of each bunch
-    added: Tensor | None  # numbers of the rows that it adds; None for all
-    settled: int  # how many rows are complete already
-    sent: Tensor | None  # numbers of the rows that it adds and then of these
-
-
-class Rounds:
-    """Adds rows of statistics, each over its own process groups, with one all-gather a group.
-
-    A row is settled when it was added over all of its groups: it is then the same on every process,
-    or their decisions would differ. So a gather sends settled rows, too: between parts of tensors
-    row by row, and their sum where the processes may have different numbers of them.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[tuple[GroupKey, ...]],
-        meshes: dict[GroupKey, Any],
-        others: dict[GroupKey, Any],
-        device: torch.device,
-    ) -> None:
-        """keys: the groups of each row, which are in meshes (parts of tensors) or in others.
-
-        Groups of meshes come first. Then those with fewer kinds of rows, and smaller meshes, so
-        that later gathers see more settled rows. Of what goes over meshes only kinds without
-        process_groups are counted, since a process may have no others, and processes that add one
-        tensor over two groups in another order add it twice. process_groups may be of other sizes
-        elsewhere. Before a gather over one of these, rows that wait for the same groups become one:
-        the processes may have different numbers of them.
-        """
-        left = [frozenset(key) for key in keys]
-        self._rounds: list[Round] = []
-        for groups in (meshes, others):
-            waiting = {
-                name: group for name, group in groups.items() if any(name in k for k in left)
-            }
-            while waiting:
-                counted = {k for k in left if groups is others or not any(map(_is_other, k))}
-                sizes = {n: waiting[n].size() if groups is meshes else 0 for n in waiting}
-                name = min(waiting, key=lambda n: (sum(n in k for k in counted), sizes[n]))
-                added = [i for i, key in enumerate(left) if name in key]
-                bunches = [[i for i in added if left[i] == key] for key in dict.fromkeys(left)]
-                bunches = [bunch for bunch in bunches if len(bunch) > 1 and groups is others]
-                gone = {i for bunch in bunches for i in bunch[1:]}
-                added = [i for i in added if i not in gone]
-                settled = [i for i, key in enumerate(left) if not key]
-                self._rounds.append(
-                    Round(
-                        waiting.pop(name),
-                        groups is others,
-                        [torch.tensor(bunch, device=device) for bunch in bunches],
-                        _selection(added, len(keys), device),
-                        len(settled),
-                        _selection(added + settled, len(keys), device),
-                    )
-                )
-                left = [key - {name} for key in left]
-
-    def added(self, rows: Tensor, gather: Gather | None = None, look: Look | None = None) -> Tensor:
-        """The rows [n, 3 k] with those of the other processes.
-
-        gather: sends the settled rows, too; all processes have the same number of them. look:
-        called after every gather that does.
-        """
-        compares = gather is not None
-        for group, is_of_others, bunches, added, settled, sent in self._rounds:
-            for bunch in bunches:
-                ones = rows.new_zeros(len(bunch), rows.shape[1])
-                ones[0] = _added(rows[bunch])
-                rows = rows.index_copy(0, bunch, ones)
-            which = sent if compares else added
-            own = rows if which is None else rows[which]
-            count = len(own) - (settled if compares else 0)
-            if is_of_others and compares:
-                last = _added(own[count:])[None] if settled else rows.new_zeros(1, rows.shape[1])
-                own = torch.cat([own[:count], last])
-            parts = (gather or _all_gather)(own, group)
-            parts = parts.view(*parts.shape[:2], -1, 3)
-            if look is not None and parts.shape[1] > count:
-                look(parts[:, :count, 0] if is_of_others else None, parts[:, count:, 0])
-            each = Statistics(*parts[:, :count].unbind(-1))
-            sums = each.sum_squares.sum(0), each.max_abs.amax(0), each.non_finite.sum(0)
-            sums_of_all = torch.stack(sums, -1).flatten(1)
-            rows = sums_of_all if added is None else rows.index_copy(0, added, sums_of_all)
-        return rows
 
 
 def statistics_of(
@@ -543,10 +507,6 @@ def clip_gradients(groups: Sequence[dict[str, Any]], max_norm: float, norm_type:
     return norm
 
 
-def _is_other(name: GroupKey) -> bool:
-    return name[0] == "process_groups"
-
-
 def _device_of(process_groups: Iterable[Any]) -> torch.device:
     """Where a process without parameters gathers: on its GPU, if the first group needs that."""
     import torch.distributed as dist
@@ -581,8 +541,29 @@ def _warn_of_copies(parts: Tensor) -> None:
             )
 
 
+def _taken(rows: Tensor, places: dict[Key, Tensor | None]) -> dict[Key, Tensor]:
+    return {key: rows if place is None else rows[place] for key, place in places.items()}
+
+
+def _put_back(rows: Tensor, places: dict[Key, Tensor | None], taken: dict[Key, Tensor]) -> Tensor:
+    for key, place in places.items():
+        rows = taken[key] if place is None else rows.index_copy(0, place, taken[key])
+    return rows
+
+
 def _added(rows: Tensor) -> Tensor:
-    return rows[0] if len(rows) == 1 else _C.combine(rows.contiguous())[-1]
+    """The sum of rows [n, 3 k], [1, 3 k]."""
+    if len(rows) == 1:
+        return rows
+    each = rows.view(len(rows), -1, 3).unbind(1)
+    return torch.cat([_C.combine(own.contiguous())[-1:] for own in each], 1)
+
+
+def _over_processes(parts: Tensor) -> Tensor:
+    """Rows [n, 3 k] of those that processes have, [processes, n, 3 k]."""
+    own = Statistics(*parts.view(*parts.shape[:2], -1, 3).unbind(-1))
+    sums = own.sum_squares.sum(0), own.max_abs.amax(0), own.non_finite.sum(0)
+    return torch.stack(sums, -1).flatten(1)
 
 
 def _all_gather(rows: Tensor, group: Any) -> Tensor:

@@ -42,7 +42,7 @@ class Memory {
 };
 
 size_t bytes_of(Format f) { return size_t(kFormats[int(f)].width); }
-size_t rest_bytes_of(Format f) { return size_t(kFormats[int(f)].rest_width); }
+size_t second_bytes_of(Format f) { return size_t(kFormats[int(f)].second_width); }
 bool is_grouped(Format f) { return kFormats[int(f)].is(kGrouped); }
 
 // n numbers in a format; or no array at all.
@@ -50,36 +50,38 @@ struct StoredArray {
   bool exists = false;
   size_t n = 0;
   Format format = F::float32;
-  Memory data{0, 0}, rest{0, 0};
+  Memory data{0, 0}, second{0, 0};
 
   StoredArray() = default;
-  StoredArray(size_t count, Format f, size_t skew, size_t rest_skew)  // in elements
+  StoredArray(size_t count, Format f, size_t skew, size_t second_skew)  // in elements
       : exists(true),
         n(count),
         format(f),
         data(n * bytes_of(f), skew * bytes_of(f)),
-        rest((is_grouped(f) ? n / kGroup : n) * rest_bytes_of(f), rest_skew * rest_bytes_of(f)) {}
+        second((is_grouped(f) ? n / kGroup : n) * second_bytes_of(f),
+               second_skew * second_bytes_of(f)) {}
 
   Array array() const {
     if (!exists) return {nullptr, F::float32};
-    return {data.at(), format, rest_bytes_of(format) > 0 ? rest.at() : nullptr};
+    return {data.at(), format, second_bytes_of(format) > 0 ? second.at() : nullptr};
   }
 
   // Bit for bit, but for the sign of a NaN in float32: the compiler chooses which operand's a sum
   // or product of two NaNs has.
   bool same(const StoredArray& other) const {
-    return (data.same(other.data) && rest.same(other.rest)) || same_but_for_nans(other);
+    return (data.same(other.data) && second.same(other.second)) || same_but_for_nans(other);
   }
 
   bool same_but_for_nans(const StoredArray& other) const {
     if (!exists || n != other.n || width_of(format) != 4) return false;
-    const size_t width = rest_bytes_of(format);
+    const size_t width = second_bytes_of(format);
     for (size_t i = 0; i < n; ++i) {
       float a, b;
       std::memcpy(&a, data.at() + i * sizeof a, sizeof a);
       std::memcpy(&b, other.data.at() + i * sizeof b, sizeof b);
-      const bool differ = std::memcmp(&a, &b, sizeof a) != 0 ||
-                          std::memcmp(rest.at() + i * width, other.rest.at() + i * width, width);
+      const bool differ =
+          std::memcmp(&a, &b, sizeof a) != 0 ||
+          std::memcmp(second.at() + i * width, other.second.at() + i * width, width);
       if (differ && !(std::isnan(a) && std::isnan(b))) return false;
     }
     return true;
@@ -96,7 +98,7 @@ struct StoredArray {
   // infinity, and what no step would leave beside the second part.
   void write_weights(bool infinite) {
     if (!exists || !is_split(format)) return;
-    auto* weights = reinterpret_cast<uint16_t*>(width_of(format) == 4 ? rest.at() : data.at());
+    auto* weights = reinterpret_cast<uint16_t*>(width_of(format) == 4 ? second.at() : data.at());
     const uint16_t infinity = dtype_is_bfloat16() ? 0x7F80 : 0x7C00;
     for (size_t i = 0; i < n; ++i) {
       if (i % 5 == 0) weights[i] = i % 2 ? 0x8000 : 0;
@@ -112,19 +114,19 @@ struct StoredArray {
   // Groups that no step has stored yet, all of them zero, and groups of NaN.
   void write_groups() {
     if (!exists || !is_grouped(format)) return;
-    const size_t width = rest_bytes_of(format);
+    const size_t width = second_bytes_of(format);
     const uint16_t nan = format == F::log8 ? Log8Group::store(Log8Group::scale(kInfinity))
                                            : M8Group::store(M8Group::scale(kInfinity)).bits;
     for (size_t g = 0; g < n / kGroup; ++g) {
-      if (g % 5 == 2) std::memcpy(rest.at() + g * width, &nan, width);
+      if (g % 5 == 2) std::memcpy(second.at() + g * width, &nan, width);
       if (g % 3 != 1) continue;
-      std::memset(rest.at() + g * width, 0, width);
+      std::memset(second.at() + g * width, 0, width);
       std::memset(data.at() + g * kGroup, 0, kGroup);
     }
   }
 
   void fill_with_any_bits(std::mt19937& random) {
-    for (const Memory* m : {&data, &rest})
+    for (const Memory* m : {&data, &second})
       for (size_t i = 0; i < m->bytes(); ++i) m->at()[i] = char(random());
   }
 };

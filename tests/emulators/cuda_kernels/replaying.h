@@ -22,7 +22,7 @@ void replays(const RuleInfo& rule, const char* name, std::vector<double> policy,
   std::vector<double> device_policy = policy;
   Outside outside;
   outside.scale = float(policy[1]);
-  DecideInputs inputs = outside.decide_inputs();
+  Criteria inputs = outside.criteria_of();
   inputs.scale_update = in_place(device_policy, outside.scale);
   int skipped = 0;
   for (int step = 0; step < steps; ++step) {

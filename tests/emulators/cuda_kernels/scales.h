@@ -14,8 +14,8 @@ struct Outside {
   StepCounts counts = {};
   uint64_t skipped = 0;  // in a row, as expected
 
-  DecideInputs decide_inputs() {
-    DecideInputs d;
+  Criteria criteria_of() {
+    Criteria d;
     d.scale = &scale;
     d.max_norm = 1.0;
     d.scale_update = {nullptr,  nullptr,       0,   &scale, &next_scale,
@@ -69,7 +69,7 @@ void scale_both(std::vector<double> host, const char* name) {
   }
   expect(host[1] != start, "the scale moves", name, 0);
   for (const float found_inf : {1.0f, 0.0f}) {  // decided with no gradient measured
-    DecideInputs inputs;
+    Criteria inputs;
     inputs.found_inf = &found_inf;
     inputs.scale_update = in_place(device, scale);
     Verdict verdict = {};

@@ -15,7 +15,7 @@ void step_on_cpu(const RuleInfo& rule, const std::vector<Slot>& slots,
 }
 
 const char* step_on_cuda(const RuleInfo& rule, const std::vector<Slot>& slots,
-                         const std::vector<Hyper>& hypers, const DecideInputs* inputs,
+                         const std::vector<Hyper>& hypers, const Criteria* inputs,
                          Verdict* verdict, const cuda::SpanSums& grads,
                          const cuda::SpanSums& weights, const NormInputs& norms) {
   const cuda::StepPlan plan = plan_of(rule, slots, hypers);
@@ -97,7 +97,7 @@ void step_both(const RuleInfo& rule, const Shape& shape, bool bad = false, bool 
   Measuring device_grads(gradients, rule.op), device_weights(masters, rule.op);
 
   Outside outside;
-  const DecideInputs inputs = outside.decide_inputs();
+  const Criteria inputs = outside.criteria_of();
   const Verdict host = decide(&grads.back(), &outside.scale, nullptr, 1.0);
   Verdict verdict = {};
   if (given) {
@@ -152,7 +152,7 @@ void refuses_other_kinds(const RuleInfo& rule) {
     std::vector<Slot> slots = model.slots();
     slots[0].state[state].format = format;
     Outside outside;
-    const DecideInputs inputs = outside.decide_inputs();
+    const Criteria inputs = outside.criteria_of();
     Verdict verdict = {7, 7, 7, 7, 7};
     expect(step_on_cuda(rule, slots, model.hypers(), &inputs, &verdict, {}, {}, {}) &&
                verdict.found_inf == 7 && model.tensors[0].same(before.tensors[0]),

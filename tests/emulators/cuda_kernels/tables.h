@@ -61,7 +61,7 @@ bool has(const OwnTable& own, const cuda::StepPlan& plan) {
       all = all && at(layout.grads, t, s.grad.data);
   }
   for (const bool spans : {false, true})
-    if (!spans || plan.has_moments)
+    if (!spans || plan.has_update_sums)
       cuda::for_each_start(plan, spans ? kSpan : plan.chunk,
                            [&](int64_t t, const cuda::Start& start) {
                              all = all && at(spans ? layout.spans : layout.starts, t, start);
@@ -88,7 +88,7 @@ void tables_follow(const char* op, size_t count, int changes) {
       case 2: some(chosen).state[0].data = &some(all); break;
       case 3: {
         Slot& s = some(chosen);
-        (is_split(s.master.format) ? s.master.rest : s.copy.data) =
+        (is_split(s.master.format) ? s.master.second : s.copy.data) =
             &some(all).tensor_index + change;
         break;
       }

@@ -39,8 +39,8 @@ def decoded(codes: Floats, scales: Floats, format: str, device: str) -> Floats:
     kinds = (torch.int8, torch.bfloat16) if format == "m8" else (torch.uint8, torch.uint8)
     data = torch.from_numpy(codes.view(np.int8)).to(device).view(kinds[0])
     signed = scales.view(np.int16 if format == "m8" else np.int8)
-    rest = torch.from_numpy(signed).to(device).view(kinds[1])
-    found = array(amp.formats.decode((data, rest), format))
+    second = torch.from_numpy(signed).to(device).view(kinds[1])
+    found = array(amp.formats.decode((data, second), format))
     wanted = formats.decode([codes, scales], format)
     assert_same_bits(found, wanted, device, format)
     return found

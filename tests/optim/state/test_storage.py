@@ -86,14 +86,16 @@ def test_split24_of_bfloat16_is_within_a_512th_of_an_ulp(device: str) -> None:
     assert worst == 1 / 512
 
 
-def pairs(rest_bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def pairs(remainder_bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Weights and remainders: all 2^24 of int8; of int16 some, or with AMP_MP_EXHAUSTIVE=1 all."""
     weights = np.arange(1 << 16, dtype=np.uint16)
-    rests = np.arange(-(1 << rest_bits - 1), 1 << rest_bits - 1)
-    if rest_bits == 16 and os.environ.get("AMP_MP_EXHAUSTIVE") != "1":
-        rests = np.concatenate([rests[:3], rests[-3:], np.arange(-3, 4), rests[::997]])
-    for part in np.array_split(rests, -(-rests.size // 64)):
-        grid = np.broadcast_arrays(weights, part.astype(f"i{rest_bits // 8}")[:, None])
+    remainders = np.arange(-(1 << remainder_bits - 1), 1 << remainder_bits - 1)
+    if remainder_bits == 16 and os.environ.get("AMP_MP_EXHAUSTIVE") != "1":
+        remainders = np.concatenate(
+            [remainders[:3], remainders[-3:], np.arange(-3, 4), remainders[::997]]
+        )
+    for part in np.array_split(remainders, -(-remainders.size // 64)):
+        grid = np.broadcast_arrays(weights, part.astype(f"i{remainder_bits // 8}")[:, None])
         yield grid[0].reshape(-1), grid[1].reshape(-1)
 
 
@@ -104,11 +106,11 @@ def test_any_pair_is_within_one_unit_of_the_weight(device: str, format: str, wei
 
     A unit is the distance to the next weight towards zero, or of the two around zero.
     """
-    for bits, rests in pairs(formats.REST_BITS[format]):
+    for bits, remainders in pairs(formats.REMAINDER_BITS[format]):
         low = torch.from_numpy(bits.view(np.int16).copy()).view(DTYPES[weight]).to(device)
         plain = array(low)
-        rest = torch.from_numpy(rests.copy()).to(device)
-        found = array(amp.formats.decode((low, rest), format))
+        remainder = torch.from_numpy(remainders.copy()).to(device)
+        found = array(amp.formats.decode((low, remainder), format))
         finite = np.isfinite(plain)
         assert np.array_equal(np.isnan(found), np.isnan(plain))
         assert np.array_equal(found[np.isinf(plain)], plain[np.isinf(plain)])
@@ -149,19 +151,19 @@ def test_splits_of_float16(device: str, format: str) -> None:
 def test_weights_that_no_step_has_written_are_read(device: str, format: str, weight: str) -> None:
     """All 65,536, with every kind of remainder: 0 and not finite stays so, and its sign."""
     bits = np.arange(1 << 16).astype(np.uint16)
-    kind = f"i{formats.REST_BITS[format] // 8}"
+    kind = f"i{formats.REMAINDER_BITS[format] // 8}"
     most = int(np.iinfo(kind).max)
     low = torch.from_numpy(bits.view(np.int16)).view(DTYPES[weight]).to(device)
     plain = array(low)
-    for rest in (0, 1, -1, most, -most, most // 3):
-        rests = np.full(bits.size, rest, kind)
-        found = array(amp.formats.decode((low, torch.from_numpy(rests).to(device)), format))
+    for remainder in (0, 1, -1, most, -most, most // 3):
+        remainders = np.full(bits.size, remainder, kind)
+        found = array(amp.formats.decode((low, torch.from_numpy(remainders).to(device)), format))
         assert np.array_equal(np.isnan(found), np.isnan(plain))
-        same = np.isinf(plain) | (plain == 0) | (rest == 0)
+        same = np.isinf(plain) | (plain == 0) | (remainder == 0)
         assert np.array_equal(found[same], plain[same], equal_nan=True)
         assert np.array_equal(np.signbit(found[plain == 0]), np.signbit(plain[plain == 0]))
         with np.errstate(invalid="ignore"):
-            assert_same(found, formats.decode([bits, rests], format, weight), "decoded")
+            assert_same(found, formats.decode([bits, remainders], format, weight), "decoded")
 
 
 # Every format against the definition.
@@ -251,8 +253,8 @@ STOCHASTIC = {
 
 
 def stored(device: str, x: np.ndarray, native: str, **random: int) -> np.ndarray:
-    data, rest = _C.encode(torch.from_numpy(x).to(device), native, **random)
-    return array(_C.decode(data, rest, native))
+    data, remainder = _C.encode(torch.from_numpy(x).to(device), native, **random)
+    return array(_C.decode(data, remainder, native))
 
 
 @pytest.mark.parametrize("native", STOCHASTIC)
@@ -287,7 +289,7 @@ def test_the_mean_over_steps_is_right(device: str, native: str) -> None:
 
 def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
     x = torch.zeros(33)
-    weight, rest = amp.formats.encode(x, "split32")
+    weight, remainder = amp.formats.encode(x, "split32")
     return {
         "format": (
             lambda: amp.formats.encode(x, "int4"),
@@ -325,18 +327,18 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
             r"split32 has 2 array\(s\), found 1",
         ),
         "two arrays": (
-            lambda: amp.formats.decode((weight, rest), "bfloat16"),
+            lambda: amp.formats.decode((weight, remainder), "bfloat16"),
             ValueError,
             r"bfloat16 has 1 array\(s\), found 2",
         ),
         "other remainder": (
-            lambda: amp.formats.decode((weight, rest), "split24"),
+            lambda: amp.formats.decode((weight, remainder), "split24"),
             ValueError,
             "split24 is a low-precision weight and a remainder, found dtypes torch.bfloat16 and "
             "torch.int16",
         ),
         "float32 weight": (
-            lambda: amp.formats.decode((x, rest), "split32"),
+            lambda: amp.formats.decode((x, remainder), "split32"),
             ValueError,
             "found dtypes torch.float32 and torch.int16",
         ),
@@ -350,7 +352,7 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
                 (torch.zeros(64, dtype=torch.int8), torch.zeros(1, dtype=torch.bfloat16)), "m8"
             ),
             ValueError,
-            "rest .*must have 2 elements of 2 bytes",
+            "second .*must have 2 elements of 2 bytes",
         ),
     }
 

@@ -16,7 +16,7 @@ from amp_mp import _C
 from amp_mp.dtypes import NATIVE, check_choice
 from amp_mp.messages import warn
 from amp_mp.optim.backward.ddp_hook import DDPHook, ddp_hook_of
-from amp_mp.optim.backward.nested import Passes
+from amp_mp.optim.backward.nested_backward import Passes
 from amp_mp.optim.step.stepper import Stepper, set_updates
 from amp_mp.param_groups import ParamInfo, param_infos, params_in
 from amp_mp.sharding.gradients import Statistics, Verdict, joined, local_gradient

@@ -28,7 +28,7 @@ SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES}
 KINDS |= dict.fromkeys(("exact", "row"), ("float32",))
 # The format of a split master, by the dtype of its remainders.
-REST_FORMATS = {f["rest_dtype"]: name for name, f in _SPLITS.items()}
+REMAINDER_FORMATS = {f["second_dtype"]: name for name, f in _SPLITS.items()}
 # Formats whose elements share scales, which are an entry of their own.
 GROUPED = tuple(name for name, f in _STATES.items() if f["group"] > 1)
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale

@@ -35,10 +35,11 @@ __device__ __forceinline__ void update_of(const View<Rule>& slot, const Rule& ru
 
 template <class Rule>
 __global__ void __launch_bounds__(kSpanThreads)
-    moments_kernel(const StepList __grid_constant__ table, int blocks_in_list,
-                   const Verdict* __restrict__ verdict,
-                   const SlotRule<Rule>* __restrict__ slot_rules, Statistics* __restrict__ spans,
-                   int64_t* __restrict__ first_span, unsigned* ticket) {
+    update_sums_kernel(const StepList __grid_constant__ table, int blocks_in_list,
+                       const Verdict* __restrict__ verdict,
+                       const SlotRule<Rule>* __restrict__ slot_rules,
+                       Statistics* __restrict__ spans, int64_t* __restrict__ first_span,
+                       unsigned* ticket) {
   __shared__ UpdateSums blocks[kSpanBlocks];
   if (blockIdx.x == 0) {
     for (int j = 0; j < kUpdateSums; ++j)
@@ -95,10 +96,11 @@ __global__ void __launch_bounds__(kSpanThreads)
 }
 
 template <class Rule>
-const char* launch_moments(const StepList& list, int blocks, const Verdict* verdict,
-                           const void* slot_rules, const NormInputs& norms, cudaStream_t stream) {
-  return message(launch(moments_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads, stream, list,
-                        blocks, verdict, static_cast<const SlotRule<Rule>*>(slot_rules),
+const char* launch_update_sums(const StepList& list, int blocks, const Verdict* verdict,
+                               const void* slot_rules, const NormInputs& norms,
+                               cudaStream_t stream) {
+  return message(launch(update_sums_kernel<Rule>, blocks > 0 ? blocks : 1, kSpanThreads, stream,
+                        list, blocks, verdict, static_cast<const SlotRule<Rule>*>(slot_rules),
                         norms.update_spans, norms.first_span, norms.ticket));
 }
 

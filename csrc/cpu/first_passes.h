@@ -89,8 +89,8 @@ AMP_MP_BOTH Advanced advance_tile(const Slot& slot, int64_t i, const Rule& rule,
 // Sums over the update of elements [begin, end), at most one span, and their weights. The rule was
 // made without these. Advances the moments of a rule without directions.
 template <class Rule>
-UpdateSums updates(const Slot& slot, int64_t begin, int64_t end, const void* made, float multiplier,
-                   uint64_t seed) {
+UpdateSums update_sums(const Slot& slot, int64_t begin, int64_t end, const void* made,
+                       float multiplier, uint64_t seed) {
   UpdateSums total = {};
   if constexpr (needs_update_norm<Rule>) {
     const Rule& rule = *static_cast<const Rule*>(made);
