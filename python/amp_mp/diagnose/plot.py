@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_mp.diagnose.gradient_watch import GradientReport
 from amp_mp.diagnose.histogram import EXPONENTS, ExponentHistogram, limits
 from amp_mp.diagnose.updates import UpdateTable
-from amp_mp.diagnose.watch import GradientReport
 from amp_mp.text_table import dtype_name, percent, scale_text
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from amp_mp.diagnose.gradient_watch import GradientReport, OverflowTracker, Watch, scale_of
 from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates, save
 from amp_mp.diagnose.updates import UpdateRatios
-from amp_mp.diagnose.watch import GradientReport, OverflowTracker, Watch, scale_of
 from amp_mp.scaling.policies import ScalePolicy, check_scale
 
 
