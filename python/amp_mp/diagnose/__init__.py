@@ -9,7 +9,7 @@
 from amp_mp.diagnose.gradient_watch import OverflowTracker, Watch, diagnose_overflow
 from amp_mp.diagnose.histogram import ExponentHistogram
 from amp_mp.diagnose.matrix_sizes import pad_to_multiple, tensor_core_report
-from amp_mp.diagnose.plot import plot_gradients, plot_updates, save
+from amp_mp.diagnose.plot import plot_gradients, plot_updates
 from amp_mp.diagnose.recording import start
 from amp_mp.diagnose.sharded_memory import sharded_memory
 from amp_mp.diagnose.tensorboard import log
@@ -18,6 +18,6 @@ from amp_mp.diagnose.updates import UpdateRatios
 # fmt: off
 __all__ = [
     "ExponentHistogram", "OverflowTracker", "UpdateRatios", "Watch", "diagnose_overflow", "log",
-    "pad_to_multiple", "plot_gradients", "plot_updates", "save", "sharded_memory", "start",
+    "pad_to_multiple", "plot_gradients", "plot_updates", "sharded_memory", "start",
     "tensor_core_report",
 ]
