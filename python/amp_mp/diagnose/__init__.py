@@ -10,8 +10,8 @@ from amp_mp.diagnose.gradient_watch import OverflowTracker, Watch, diagnose_over
 from amp_mp.diagnose.histogram import ExponentHistogram
 from amp_mp.diagnose.matrix_sizes import pad_to_multiple, tensor_core_report
 from amp_mp.diagnose.plot import plot_gradients, plot_updates
+from amp_mp.diagnose.rank_bytes import sharded_memory
 from amp_mp.diagnose.recording import start
-from amp_mp.diagnose.sharded_memory import sharded_memory
 from amp_mp.diagnose.tensorboard import log
 from amp_mp.diagnose.updates import UpdateRatios
 
