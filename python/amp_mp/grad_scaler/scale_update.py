@@ -1,9 +1,9 @@
 """Where a GradScaler's scale and its other numbers are written after an iteration.
 
-What is computed ahead spares `update` one launch an iteration on CUDA, about 100 lines of this file
-(`Start`, `for_step`, `stepped`, `take`). Updates in place do all the rest. If with
-`ScaleUpdates._in_graph` True, which turns it off, an iteration of benchmarks/torch_pipeline.py with
-one parameter takes less than 3 % longer on a GPU, these lines should go.
+Where a step computes the next numbers (`Start`, `for_step`, `stepped`, `take`: 60 lines), `update`
+launches nothing on CUDA: an iteration has three launches, else four. `_in_graph = True` turns that
+off. If then an iteration of `scaled` in benchmarks/torch_pipeline.py, with one small parameter on a
+GPU, takes less than 3 % longer, these lines should go, and docs/cuda.md should count four launches.
 """
 
 from collections.abc import Callable
