@@ -2,11 +2,13 @@
 
 README.md is the start page. Links to files outside of docs/ lead to the repository; where its
 address is unknown only their text stays. A file that is not there is an error. Behind errors.md
-come all messages of the code.
+come all messages of the code, behind reference/optim.md the arguments that all optimizers take.
 """
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import sys
 from pathlib import Path
@@ -23,12 +25,28 @@ from build_tools.metadata import LINK, home  # noqa: E402
 CODE_OR_LINK = re.compile(rf"^```.*?^```$|{LINK.pattern}", re.DOTALL | re.MULTILINE)
 
 
+def shared_arguments() -> str:
+    """What help() of every optimizer ends with, as a list."""
+    tree = ast.parse((ROOT / "python/amp_mp/optim/options.py").read_text(encoding="utf-8"))
+    (text,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SHARED"
+    )
+    items = re.sub(r"^ {8}(\S[^:]*): ", r"\n- `\1`: ", text, flags=re.MULTILINE)
+    return re.sub(r"^ {4}(?! )", "\n", items, flags=re.MULTILINE)
+
+
+APPENDED = {"errors.md": listed, "reference/optim.md": shared_arguments}
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page as mkdocs is to read it."""
-    folder = DOCS
-    if page.file.src_path == "index.md":
+    source = page.file.src_path
+    folder = shown = (DOCS / source).parent
+    if source == "index.md":
         markdown, folder = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT
-    messages = f"\n{listed()}" if page.file.src_path == "errors.md" else ""
+    appended = f"\n{APPENDED[source]()}" if source in APPENDED else ""
 
     def moved(link: re.Match[str]) -> str:
         text, target = link.groups()
@@ -39,15 +57,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if not name:
             return link[0]
         if not place.exists():
-            raise FileNotFoundError(f"{page.file.src_path} links to {target}, which does not exist")
+            raise FileNotFoundError(f"{source} links to {target}, which does not exist")
         if place == ROOT / "README.md":
-            found = "index.md"
+            found = os.path.relpath(DOCS / "index.md", shown)
         elif DOCS in place.parents:
-            found = str(place.relative_to(DOCS))
+            found = os.path.relpath(place, shown)
         elif home():
             found = f"{home()}/blob/main/{place.relative_to(ROOT)}"
         else:
             return text
         return f"[{text}]({found}{f'#{anchor}' if anchor else ''})"
 
-    return CODE_OR_LINK.sub(moved, markdown) + messages
+    return CODE_OR_LINK.sub(moved, markdown) + appended

@@ -7,6 +7,17 @@ pass, on CPU and CUDA, so that float16 and bfloat16 get float32's result.
 
     model = amp.prepare(model, torch.bfloat16)
     optimizer = amp.optim.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+
+Eight names are enough for most scripts:
+
+    prepare         a model's weights to bfloat16 or float16, with float32 masters
+    optim           the optimizers
+    GradScaler      the loss scale of float16 weights, as torch.amp's
+    autocast        float32 weights, and products in low precision in a block
+    init            the same everywhere, with scale_loss
+    FP16_Optimizer  float32 masters around any optimizer
+    AveragedModel   averages of the masters
+    checkpoint      model and optimizer in one directory, for any number of processes
 """
 
 # ruff: noqa: E402 (the library is loaded after the check of torch's version)
@@ -64,8 +75,8 @@ from amp_mp.model.float32_state_dict import (
     load_float32_state_dict,
 )
 from amp_mp.model.selection import keep_fp32
-from amp_mp.nn import attach_main_grads
-from amp_mp.optim.state.low_bits import drop_low_bits
+from amp_mp.nn.main_grads import attach_main_grads
+from amp_mp.optim.state.low_bits import drop_masters
 from amp_mp.switch import build_info
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import init
@@ -77,7 +88,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AveragedModel", "Changes", "FP16_Optimizer", "GradScaler", "__version__", "apex",
     "apply_changes", "attach_main_grads", "autocast", "build_info", "casting", "checkpoint",
-    "compat", "diagnose", "drop_low_bits", "explain", "float32_of", "float32_state_dict",
+    "compat", "diagnose", "drop_masters", "explain", "float32_of", "float32_state_dict",
     "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim",
     "policies", "prepare", "scaling", "set_policy",
 ]

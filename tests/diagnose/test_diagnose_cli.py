@@ -186,8 +186,8 @@ def hooks_of_the_process() -> list[object]:
     return [
         torch.autograd.backward,
         torch.amp.GradScaler.scale,
-        amp.scaling.Policy.scale,
-        amp.scaling.Policy.scale_tensor,
+        amp.scaling.ScalePolicy.scale,
+        amp.scaling.ScalePolicy.scale_tensor,
         len(torch.nn.modules.module._global_forward_pre_hooks),
         len(torch_optimizer._global_optimizer_pre_hooks),
         len(torch_optimizer._global_optimizer_post_hooks),
@@ -211,7 +211,7 @@ def test_a_recording_leaves_the_process_as_it_was() -> None:
     assert hooks_of_the_process() == before
 
 
-def scale_by_handle(model: nn.Module, policy: amp.scaling.Policy) -> None:
+def scale_by_handle(model: nn.Module, policy: amp.scaling.ScalePolicy) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(torch.ones(1, 4)).sum()
     handle = amp.init(loss_scale=policy, device_type="cpu")
@@ -219,7 +219,7 @@ def scale_by_handle(model: nn.Module, policy: amp.scaling.Policy) -> None:
         scaled.backward()
 
 
-def scale_by_optimizer(model: nn.Module, policy: amp.scaling.Policy) -> None:
+def scale_by_optimizer(model: nn.Module, policy: amp.scaling.ScalePolicy) -> None:
     optimizer = amp.FP16_Optimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=policy, verbose=False
     )

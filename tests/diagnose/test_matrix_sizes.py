@@ -10,7 +10,6 @@ from helpers import raw_bytes
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import amp_mp as amp
 from amp_mp.diagnose import pad_to_multiple, tensor_core_report
 
 
@@ -112,10 +111,3 @@ def test_pad_to_multiple_is_the_smallest_that_holds_the_size(
 def test_wrong_sizes_are_refused_by_name(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_amp_nn_has_both_names_too() -> None:
-    assert amp.nn.tensor_core_report is tensor_core_report
-    assert amp.nn.pad_to_multiple is pad_to_multiple
-    with pytest.raises(AttributeError, match=r"^module 'amp_mp.nn' has no attribute 'pad'$"):
-        amp.nn.pad  # noqa: B018

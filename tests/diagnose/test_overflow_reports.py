@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from amp_mp import diagnose
 from amp_mp.diagnose import OverflowTracker, UpdateRatios
+from amp_mp.diagnose.gradient_watch import GradientReport
+from amp_mp.diagnose.updates import UpdateTable
 from amp_mp.scaling import Backoff, Static
 
 
@@ -147,7 +149,7 @@ def test_bad_arguments_of_the_overflow_tools() -> None:
 
 def test_the_picture_of_gradients(tmp_path: Path) -> None:
     weights = of(np.exp2(np.random.default_rng(0).uniform(-35, 0, 1000)))
-    report = diagnose.GradientReport({"a": weights}, {"b": of([1.0])}, 2.0**10, torch.float16)
+    report = GradientReport({"a": weights}, {"b": of([1.0])}, 2.0**10, torch.float16)
     figure = diagnose.plot_gradients(report)
     left, right = figure.axes
     shown = f"{weights.at(2.0**10).lost:.2%}"
@@ -159,15 +161,15 @@ def test_the_picture_of_gradients(tmp_path: Path) -> None:
     zones = {patch.get_label(): patch.get_x() for patch in left.patches if patch.get_label()}
     assert zones["subnormal: loses precision"] == -35  # -25 without scaling
     assert zones["normal"] == -24
-    path = tmp_path / "new" / "gradients.png"
-    diagnose.save(figure, path)
+    path = tmp_path / "gradients.png"
+    figure.savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_of_updates(tmp_path: Path) -> None:
     row = stepped(np.ones(3), np.array([2.0**-12 / UP, 2.0**-11, 1.0]))
     still = row._replace(name="still", dtype=torch.bfloat16, median=None)
-    figure = diagnose.plot_updates(diagnose.UpdateTable([row, still]))
+    figure = diagnose.plot_updates(UpdateTable([row, still]))
     shares, medians = figure.axes
     assert [label.get_text() for label in shares.get_yticklabels()] == [
         "group 0[0] (float16)",
@@ -181,18 +183,18 @@ def test_the_picture_of_updates(tmp_path: Path) -> None:
         2.0**-11,
         2.0**-12,
     ]
-    diagnose.save(figure, tmp_path / "updates.svg")
+    figure.savefig(tmp_path / "updates.svg")
     assert "<svg" in (tmp_path / "updates.svg").read_text()
 
 
 def test_pictures_of_nothing_and_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no gradient has been seen"):
-        diagnose.plot_gradients(diagnose.GradientReport({}, {}, 1.0, torch.float16))
+        diagnose.plot_gradients(GradientReport({}, {}, 1.0, torch.float16))
     with pytest.raises(ValueError, match="no step has been seen"):
-        diagnose.plot_updates(diagnose.UpdateTable())
+        diagnose.plot_updates(UpdateTable())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
-        diagnose.plot_gradients(diagnose.GradientReport({"a": of([1])}, {}, 1.0, torch.float16))
+        diagnose.plot_gradients(GradientReport({"a": of([1])}, {}, 1.0, torch.float16))
 
 
 # TensorBoard.
@@ -220,7 +222,7 @@ def test_what_is_logged(device: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     policy, writer = Static(4.0), Writer()
-    with diagnose.watch(model, policy) as watch, UpdateRatios(model) as ratios:
+    with diagnose.Watch(model, policy) as watch, UpdateRatios(model) as ratios:
         (model(torch.ones(1, 2, device=device)).sum() * 4).backward()
         optimizer.step()
         model[0].weight.grad[0] = torch.tensor([math.inf, math.nan], device=device)
@@ -245,7 +247,7 @@ def test_only_what_is_given_is_logged() -> None:
     assert not writer.scalars
     diagnose.log(writer, 1, policy=Backoff())
     assert writer.scalars == {"loss_scale": (2.0**24, 1)}
-    with diagnose.watch(nn.Linear(1, 1)) as watch:
+    with diagnose.Watch(nn.Linear(1, 1)) as watch:
         diagnose.log(writer, 2, watch, figures=True)
     assert not writer.histograms
     assert not writer.figures

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_mp as amp
-from amp_mp.diagnose.sharded_memory import RECIPES, RankBytes, Recipe
+from amp_mp.diagnose.rank_bytes import RECIPES, RankBytes, Recipe
 
 ROWS, COLUMNS = 96, 64
 ELEMENTS = ROWS * COLUMNS

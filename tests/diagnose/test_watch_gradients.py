@@ -1,4 +1,4 @@
-"""watch counts true gradients, changes no bit, and leaves nothing behind."""
+"""Watch counts true gradients, changes no bit, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 from amp_mp import diagnose
 from amp_mp.diagnose import UpdateRatios
+from amp_mp.diagnose.gradient_watch import GradientReport
 from amp_mp.scaling import Static
 
 
@@ -62,7 +63,7 @@ def test_the_gradients_counted_are_the_true_ones(device: str, scale: float) -> N
     nn.functional.mse_loss(h, y).backward()
     weights = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    with diagnose.watch(model, scale) as watch:
+    with diagnose.Watch(model, scale) as watch:
         (nn.functional.mse_loss(model(x), y) * scale).backward()
     assert watch.weights.keys() == weights.keys()
     for name, grad in weights.items():
@@ -84,7 +85,7 @@ def test_watching_changes_no_bit_and_leaves_no_hook(fails: bool) -> None:
         model, x, y = model_and_data()
         if watched:
             try:
-                with diagnose.watch(model), UpdateRatios(model):
+                with diagnose.Watch(model), UpdateRatios(model):
                     assert hooks_of(model)
                     train(model, x, y)
                     if fails:
@@ -100,7 +101,7 @@ def test_watching_changes_no_bit_and_leaves_no_hook(fails: bool) -> None:
 
 def test_closing_unhooks_graphs_that_are_alive_and_copies_of_the_model() -> None:
     model, x, _ = model_and_data()
-    watch = diagnose.watch(model)
+    watch = diagnose.Watch(model)
     copied = copy.deepcopy(model)
     out = model(x)
     assert out._backward_hooks
@@ -115,7 +116,7 @@ def test_closing_unhooks_graphs_that_are_alive_and_copies_of_the_model() -> None
 
 def test_watching_keeps_no_tensor_and_no_model_alive() -> None:
     model, x, _ = model_and_data()
-    watch = diagnose.watch(model)
+    watch = diagnose.Watch(model)
     out = model(x)
     out.sum().backward()
     alive = [weakref.ref(t) for t in (out, model, *model.parameters())]
@@ -137,7 +138,7 @@ def test_watching_keeps_no_tensor_and_no_model_alive() -> None:
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_every_nth_gradient_is_counted_until_reset(every: int) -> None:
     model, x, y = model_and_data()
-    with diagnose.watch(model, every=every) as watch:
+    with diagnose.Watch(model, every=every) as watch:
         train(model, x, y, steps=5)
         times = math.ceil(5 / every)
         assert watch.weights["4.bias"].elements == times
@@ -178,7 +179,7 @@ class HandsOut(nn.Module):
 def test_odd_modules_and_gradients() -> None:
     model = Odd()
     indices = torch.tensor([[1, 1, 2]])
-    with diagnose.watch(model) as watch:
+    with diagnose.Watch(model) as watch:
         model(indices).backward()
         assert not model.hands_out.value._backward_hooks
     assert watch.activations["twice"].elements == 2 * 3 * 4
@@ -197,7 +198,7 @@ def test_odd_modules_and_gradients() -> None:
 
 def test_a_leaf_as_the_whole_model_is_named_by_its_class() -> None:
     model = nn.Linear(2, 2)
-    with diagnose.watch(model) as watch:
+    with diagnose.Watch(model) as watch:
         model(torch.ones(1, 2)).sum().backward()
     assert list(watch.activations) == ["Linear"]
 
@@ -219,7 +220,7 @@ def test_a_leaf_as_the_whole_model_is_named_by_its_class() -> None:
 )
 def test_whatever_holds_a_loss_scale_is_a_scaler(scaler: Any) -> None:
     model = nn.Linear(1, 1)
-    with diagnose.watch(model, scaler) as watch:
+    with diagnose.Watch(model, scaler) as watch:
         (model(torch.ones(1, 1)).sum() * 8).backward()
     assert watch.weights["bias"].amax == 1
     assert watch.report().scale == 8
@@ -230,11 +231,11 @@ def test_a_moving_scale_is_asked_at_every_gradient() -> None:
     model, x, y = model_and_data()
     model[3].eval()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    with diagnose.watch(model, scaler) as watch:
+    with diagnose.Watch(model, scaler) as watch:
         train(model, x, y, scaler)
     model, x, y = model_and_data()
     model[3].eval()
-    with diagnose.watch(model) as plain:
+    with diagnose.Watch(model) as plain:
         train(model, x, y)
     assert scaler.get_scale() == 2.0**13
     for name, histogram in plain.weights.items():
@@ -256,13 +257,13 @@ def test_bad_arguments_of_watch(
 ) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(error, match=message):
-        diagnose.watch(**{"model": model, **arguments})
+        diagnose.Watch(**{"model": model, **arguments})
     assert not hooks_of(model)
 
 
 def test_the_report_prints_as_a_table() -> None:
     values = [2.0**-30, 2.0**-20, 1.0, 0.0, np.inf, np.nan, np.nan]
-    report = diagnose.GradientReport(
+    report = GradientReport(
         {"head.weight": of(values)}, {"head": of([4.0])}, 2.0**10, torch.float16, {"x": "float64"}
     )
     lines = [line.split() for line in str(report).splitlines()]

@@ -204,7 +204,7 @@ def reports() -> dict[str, Any]:
     model = fsdp(net(BF16))
     optimizer = adamw(model.parameters(), check_overflow=True)
     train(model, optimizer, 1)
-    with amp.diagnose.watch(model) as seen, amp.diagnose.UpdateRatios(optimizer) as ratios:
+    with amp.diagnose.Watch(model) as seen, amp.diagnose.UpdateRatios(optimizer) as ratios:
         loss_of(model).backward()
         optimizer.step()
         counted = sum(row.elements for row in ratios.report())

@@ -545,7 +545,7 @@ def test_the_state_shows_the_bits_and_no_others_are_kept(device: str, storage: s
     assert all(each() is None for each in moments)
     later = amp.optim.SGD(low.parameters(), lr=LR)
     assert later.memory_report().bytes.get("original", 0) == bits
-    amp.drop_low_bits(low)
+    amp.drop_masters(low)
     gc.collect()
     assert all(each() is None for each in kept)
     assert "original" not in later.memory_report().bytes
@@ -575,7 +575,7 @@ def test_dropping_the_bits_of_a_model_in_training_leaves_its_optimizer(
     for _ in range(40):
         for model, optimizer in zip((full, low), optimizers, strict=True):
             step(model, optimizer)
-        amp.drop_low_bits(low)
+        amp.drop_masters(low)
     step(full, optimizers[0])
     step(low, optimizers[1])
     assert_as_float32(full, low, before)

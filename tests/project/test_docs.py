@@ -44,14 +44,25 @@ RUN = {
 }
 
 
-def test_the_site_shows_every_page_and_every_package() -> None:
+def test_the_site_shows_every_page_and_every_public_name() -> None:
     shown = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(shown) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-    reference = PAGES["docs/reference.md"].read_text()
-    packages = [name for name in amp.__all__ if type(getattr(amp, name)) is type(amp)]
-    assert {f"amp_mp.{name}" for name in packages} == set(
-        re.findall(r"^## (amp_mp\.\w+)$", reference, re.MULTILINE)
-    )
+    docs = ROOT / "docs"
+    assert sorted(shown) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
+    packages = {name for name in amp.__all__ if type(getattr(amp, name)) is type(amp)}
+    assert packages == {path.stem for path in (docs / "reference").iterdir()}
+    core = re.findall(r"^ +- (\w+)$", PAGES["docs/reference.md"].read_text(), re.MULTILINE)
+    assert sorted(core) == sorted({*amp.__all__} - packages - {"__version__"})
+
+
+def test_the_eight_names_of_the_readme_come_first() -> None:
+    """In help(amp_mp) and on the site, which has the two packages among them beside its page."""
+    told = re.findall(r"^    (\w+)  +\w", amp.__doc__ or "", re.MULTILINE)
+    readme = prose("README.md") + "".join(README)
+    assert len(told) == 8
+    assert [name for name in told if f"amp.{name}" not in readme] == []
+    names = [name for name in told if name not in ("optim", "checkpoint")]
+    page = PAGES["docs/reference.md"].read_text()
+    assert re.findall(r"^ +- (\w+)$", page, re.MULTILINE)[:6] == names
 
 
 def test_the_answers_to_17_tasks_are_within_two_links_of_the_start() -> None:

@@ -42,7 +42,7 @@ NAMES = {
     "float32_of",
     "float32_state_dict",
     "load_float32_state_dict",
-    "drop_low_bits",
+    "drop_masters",
     "attach_main_grads",
     "explain",
     "policies",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from wrapping import INNER, Mixed, everything, masters_of, train_step, wrap
 
-from amp_mp.scaling import Backoff, Policy, Static
+from amp_mp.scaling import Backoff, ScalePolicy, Static
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -138,7 +138,7 @@ def test_the_loss_scale_can_be_set(device: str) -> None:
         ),
     ],
 )
-def test_the_scale_arguments_mean(arguments: dict[str, Any], wanted: Policy) -> None:
+def test_the_scale_arguments_mean(arguments: dict[str, Any], wanted: ScalePolicy) -> None:
     optimizer = wrap(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), **arguments)
     assert optimizer.loss_scaler.state_dict() == wanted.state_dict()
     assert optimizer.dynamic_loss_scale == isinstance(wanted, Backoff)

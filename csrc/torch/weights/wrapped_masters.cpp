@@ -74,7 +74,7 @@ void adopt_masters(const Objects& params, const Objects& masters) {
   remake_pairs(params, locals_of(masters));
 }
 
-// After drop_low_bits nothing is left of others, and the masters go on.
+// After drop_masters nothing is left of others, and the masters go on.
 void take_over_masters(const Objects& params, const Objects& masters) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < params.size(); ++i) {

@@ -13,8 +13,6 @@ from amp_mp.casting.step_hooks import install_step_hooks
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.switch import ENABLED
 
-clear_cache = _C.casting.clear_cache
-
 
 def autocast(
     device_type: str | None = None,
@@ -74,6 +72,11 @@ def backward(loss: Tensor, **kwargs: Any) -> None:
     """
     with disable_casts(loss.device.type):
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+
+def clear_cache() -> None:
+    """Drops all cached casts of weights; call it after writes through `.data`, NumPy or DLPack."""
+    _C.casting.clear_cache()
 
 
 def resolve(device_type: str | None, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:

@@ -36,21 +36,25 @@ def promote_function(function: F) -> F:
     return _wrap(function, lambda _, dtypes: dtypes.pop() if len(dtypes) == 1 else torch.float32)
 
 
-def _registers(decorate: Callable[[Any], Any]) -> Callable[[Any, str], None]:
-    def register(module: Any, name: str) -> None:
-        if not hasattr(module, name):
-            raise ValueError(f"No function named {name} in module {module}.")
-        setattr(module, name, decorate(getattr(module, name)))
-
-    kind = decorate.__name__
-    register.__name__ = register.__qualname__ = f"register_{kind}"
-    register.__doc__ = f"Replaces a module's or class's function by its {kind}, or ValueError."
-    return register
+def register_half_function(module: Any, name: str) -> None:
+    """Replaces a module's or class's function by its half_function; ValueError if it has none."""
+    _register(half_function, module, name)
 
 
-register_half_function = _registers(half_function)
-register_float_function = _registers(float_function)
-register_promote_function = _registers(promote_function)
+def register_float_function(module: Any, name: str) -> None:
+    """Replaces a module's or class's function by its float_function; ValueError if it has none."""
+    _register(float_function, module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Replaces a module's or class's function by its promote_function; ValueError if none."""
+    _register(promote_function, module, name)
+
+
+def _register(decorate: Callable[[Any], Any], module: Any, name: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    setattr(module, name, decorate(getattr(module, name)))
 
 
 def _wrap(function: F, dtype_of: Callable[[str, set[torch.dtype]], torch.dtype]) -> F:

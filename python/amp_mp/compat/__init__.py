@@ -1,6 +1,6 @@
 """Forms of mixed precision from OpenSeq2Seq (`openseq2seq`) and NVCaffe (the other files)."""
 
-from amp_mp.compat.layer_types import LayerTypes, set_layer_types, undo_layer_types
+from amp_mp.compat.layer_types import set_layer_types, undo_layer_types
 from amp_mp.compat.openseq2seq import (
     MixedPrecisionOptimizerWrapper,
     l1,
@@ -14,7 +14,6 @@ from amp_mp.compat.typed_tensor import TypedTensor
 
 # fmt: off
 __all__ = [
-    "LayerTypes", "MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum",
-    "mixed_precision", "mp_regularizer_wrapper", "set_layer_types", "shift_for_scale",
-    "undo_layer_types",
+    "MixedPrecisionOptimizerWrapper", "TypedTensor", "l1", "l2_half", "l2_sum", "mixed_precision",
+    "mp_regularizer_wrapper", "set_layer_types", "shift_for_scale", "undo_layer_types",
 ]

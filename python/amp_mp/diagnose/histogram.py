@@ -1,7 +1,6 @@
 """How numbers spread over the binades, and what a loss scale makes of them in a format."""
 
 import math
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -59,7 +58,6 @@ def _count(bins: int | slice, doc: str) -> Any:
     return property(lambda self: int(self._bins[bins].sum()), doc=doc)
 
 
-@dataclass(eq=False, repr=False)
 class ExponentHistogram:
     """Counts of floor(log2 |x|) from -149 to 127, of zeros, inf and NaN, and the largest |x|.
 
@@ -67,9 +65,10 @@ class ExponentHistogram:
     counting happens on the tensor's device, and reading a number waits for it.
     """
 
-    _bins: Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.int64))
-    # The bits of the largest finite |x|; as integers they have the same order as the floats.
-    _top: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int32))
+    def __init__(self, bins: Tensor | None = None, top: Tensor | None = None) -> None:
+        self._bins = torch.zeros(_BINS, dtype=torch.int64) if bins is None else bins
+        # The bits of the largest finite |x|; as integers they have the same order as the floats.
+        self._top = torch.zeros((), dtype=torch.int32) if top is None else top
 
     @classmethod
     def of(cls, tensor: Tensor, scale: float = 1.0) -> Self:

@@ -1,15 +1,18 @@
-"""Pictures of gradients and updates, which need matplotlib but no display."""
+"""Pictures of gradients and updates, which need matplotlib but no display.
+
+A table tells how much a format loses, a picture where a loss scale would move it: the command
+line's `--out` and TensorBoard logs show these.
+"""
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_mp.diagnose.gradient_watch import GradientReport
 from amp_mp.diagnose.histogram import EXPONENTS, ExponentHistogram, limits
 from amp_mp.diagnose.updates import UpdateTable
-from amp_mp.diagnose.watch import GradientReport
 from amp_mp.text_table import dtype_name, percent, scale_text
 
 if TYPE_CHECKING:
@@ -106,12 +109,6 @@ def plot_updates(table: UpdateTable) -> "Figure":
     right.set_xlabel("|update| / |weight|")
     figure.legend(**BELOW)
     return figure
-
-
-def save(figure: "Figure", path: str | Path) -> None:
-    """Writes a picture; the file's ending chooses the format. Makes folders that are missing."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
 
 
 def new_figure(panels: int, height: float, sharey: bool = False) -> "tuple[Figure, list[Axes]]":

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates, save
+from amp_mp.diagnose.gradient_watch import GradientReport, OverflowTracker, Watch, scale_of
+from amp_mp.diagnose.plot import new_figure, plot_gradients, plot_updates
 from amp_mp.diagnose.updates import UpdateRatios
-from amp_mp.diagnose.watch import GradientReport, OverflowTracker, Watch, scale_of
 from amp_mp.scaling.policies import ScalePolicy, check_scale
 
 
@@ -140,9 +140,12 @@ class Recording(ExitStack):
                 print(tracker.verdict)
         if out is not None:
             try:
-                save(plot_gradients(report), Path(out) / "gradients.png")
+                pictures = {"gradients": plot_gradients(report)}
                 if updates:
-                    save(plot_updates(updates), Path(out) / "updates.png")
+                    pictures["updates"] = plot_updates(updates)
+                Path(out).mkdir(parents=True, exist_ok=True)
+                for name, figure in pictures.items():
+                    figure.savefig(Path(out) / f"{name}.png")
                 print(f"\nPictures: {Path(out)}")
             except (ImportError, OSError) as error:  # the tables are printed without pictures too
                 print(f"amp_mp.diagnose: no pictures: {error}", file=sys.stderr)

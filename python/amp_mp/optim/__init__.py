@@ -12,11 +12,9 @@ from amp_mp.optim.layerwise import LAMB, NovoGrad
 from amp_mp.optim.muon.muon import Muon
 from amp_mp.optim.qk_clip import qk_clip_
 from amp_mp.optim.sgd import LARS, SGD
-from amp_mp.optim.state.memory_report import MemoryReport
 
 # fmt: off
 __all__ = [
     "LAMB", "LARS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "FusedOptimizer",
-    "Lion", "MemoryReport", "Muon", "NAdam", "NovoGrad", "RAdam", "RMSprop", "forget",
-    "qk_clip_",
+    "Lion", "Muon", "NAdam", "NovoGrad", "RAdam", "RMSprop", "forget", "qk_clip_",
 ]

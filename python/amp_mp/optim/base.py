@@ -386,7 +386,8 @@ def forget(optimizer: FusedOptimizer) -> None:
 
     Call it before modules or tensors are exchanged by hand, as torch.utils.swap_tensors does; and
     after a script has put other tensors into the state (on the CPU, say), to free the old ones
-    at once and not at the next step.
+    at once and not at the next step. The next step makes it anew. Masters stay with their weights;
+    amp_mp.drop_masters frees those of a model.
     """
     optimizer._stepper.forget()
     _C.put_entries(optimizer.param_groups, optimizer.state)

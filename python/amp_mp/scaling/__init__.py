@@ -1,8 +1,8 @@
-"""Loss-scale policies: when the loss scale grows and shrinks.
+"""Skipped steps: how the loss scale moves after an overflow, and which gradient norm is a spike.
 
 A policy has a `scale`, and `update(found_inf, max_abs)` moves it after a step. The arithmetic is
-csrc/core/scale.h, so that a policy runs on the host or on a device. `overflows` counts overflows in
-a row and warns. `norm_spike` is a limit for norms, which no policy sees.
+csrc/core/scale.h, so that a policy runs on the host or on a device. `NormSpike` is a limit for the
+norm, the optimizers' `skip_norm_above`. `overflows` counts skipped steps in a row and warns.
 """
 
 from amp_mp.scaling.norm_spike import NormSpike
@@ -14,15 +14,10 @@ from amp_mp.scaling.policies import (
     ScalePolicy,
     Static,
     Tolerance,
-    from_state_dict,
-    make_policy,
 )
-
-LogNormal = LogMax
-Policy = ScalePolicy
 
 # fmt: off
 __all__ = [
-    "AdaptiveGradScale", "Backoff", "Hysteresis", "LogMax", "LogNormal", "NormSpike", "Policy",
-    "ScalePolicy", "Static", "Tolerance", "from_state_dict", "make_policy",
+    "AdaptiveGradScale", "Backoff", "Hysteresis", "LogMax", "NormSpike", "ScalePolicy", "Static",
+    "Tolerance",
 ]

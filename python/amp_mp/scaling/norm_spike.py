@@ -1,4 +1,4 @@
-"""A limit for the norm of gradients that follows the run; optimizers read it, no policy does."""
+"""A limit for the norm of gradients that follows the run."""
 
 from dataclasses import dataclass
 from math import inf

@@ -228,7 +228,7 @@ class Hysteresis(ScalePolicy):
 
 
 class LogMax(ScalePolicy):
-    """OpenSeq2Seq's LogMax, also LogNormal: the scale follows the distribution of max |g|.
+    """OpenSeq2Seq's LogMax: the scale follows the distribution of max |g|.
 
     x = log2 max |g| is taken to be normal. Its mean mu is an average over about 1 / (1 - beta1)
     steps and its deviation sigma over 1 / (1 - beta2), both corrected for their start:

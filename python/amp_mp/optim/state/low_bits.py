@@ -53,11 +53,12 @@ def taken_float32(param: Tensor) -> Tensor:
     return values
 
 
-def drop_low_bits(model: nn.Module) -> None:
-    """Frees what rounding has cut off from the model's weights, for inference after training.
+def drop_masters(model: nn.Module) -> None:
+    """Frees the masters of a model's weights, for inference after training.
 
     Drop the optimizer too: its state shows the same tensors. A new one starts from the weights as
-    they are. Does nothing to a model that was never prepared or trained.
+    they are. Does nothing to a model that was never prepared or trained. amp_mp.optim.forget frees
+    no master: it is for an optimizer that goes on.
     """
     for param in model.parameters():
         drop(param)

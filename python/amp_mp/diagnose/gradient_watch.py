@@ -97,9 +97,9 @@ class GradientReport(list[Row]):
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Counts the binades of every gradient of a model until closed; `watch` is the same class.
+    """Counts the binades of every gradient of a model until closed.
 
-        with diagnose.watch(model, scaler) as seen:
+        with diagnose.Watch(model, scaler) as seen:
             train(model)
         print(seen.report())
 
@@ -211,9 +211,6 @@ class Watch(AbstractContextManager["Watch"]):
             where[name] = where.get(name, ExponentHistogram()) + seen
 
 
-watch = Watch
-
-
 def scale_of(source: Any) -> float:
     """The loss scale that something holds; `Watch` lists what it may be. None means 1.
 
@@ -244,7 +241,7 @@ def diagnose_overflow(params: Named, scale: Any = None) -> OverflowReport:
     subclasses, and dtypes other than float32, float16 and bfloat16, are skipped.
 
     params: a module, or parameters by name: a mapping or pairs. scale: the loss scale of the
-    gradients, for the advice: anything that `watch` takes; default: None, no scale. Raises
+    gradients, for the advice: anything that `Watch` takes; default: None, no scale. Raises
     TypeError for other params or scales, ValueError for a scale not finite or not above 0.
     """
     return nonfinite_gradients(_named(params), scale_of(scale))

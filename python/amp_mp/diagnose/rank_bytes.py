@@ -1,4 +1,8 @@
-"""Bytes that training with fully_shard takes and sends, a process, from the formats' widths."""
+"""Bytes that training with fully_shard takes and sends, a process, from the formats' widths.
+
+No measurement tells beforehand what a thousand processes will hold. It is no example, because users
+ask for their own models, and because the widths are what an optimizer of the package really makes.
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
