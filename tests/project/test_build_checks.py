@@ -414,14 +414,14 @@ def test_the_description_on_an_index_has_no_relative_links(
     readme = (ROOT / "README.md").read_text()
     links = re.findall(r"(?<!!)\[[^\]]*\]\((?!https?://)", readme)  # pictures are left out
     monkeypatch.setenv("AMP_MP_HOME", "git@example.org:some/amp_mp.git")
-    text = metadata.long_description("0.2.0")
+    text = metadata.long_description("0.3.0")
     assert len(links) > 10
-    assert text.count("(https://example.org/some/amp_mp/blob/v0.2.0/") == len(links)
-    assert "https://example.org/some/amp_mp/blob/v0.2.0/docs/formats.md" in text
-    assert metadata.urls("0.2.0")["Issues"] == "https://example.org/some/amp_mp/issues"
+    assert text.count("(https://example.org/some/amp_mp/blob/v0.3.0/") == len(links)
+    assert "https://example.org/some/amp_mp/blob/v0.3.0/docs/formats.md" in text
+    assert metadata.urls("0.3.0")["Issues"] == "https://example.org/some/amp_mp/issues"
     monkeypatch.setattr(metadata, "home", lambda: "")
-    assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.2.0"))
-    assert metadata.urls("0.2.0") == {}
+    assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.3.0"))
+    assert metadata.urls("0.3.0") == {}
 
 
 # ---- variables that are set and empty, as CI systems and Dockerfiles set them --------------------
