@@ -1,8 +1,7 @@
 """Hooks of mkdocs (mkdocs.yml): links that are meant for a checkout lead somewhere on the site.
 
 README.md is the start page. Links to files outside of docs/ lead to the repository; where its
-address is unknown only their text stays. A file that is not there is an error. Behind errors.md
-come all messages of the code.
+address is unknown only their text stays. A file that is not there is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 sys.path.append(str(ROOT))
 
-from build_tools.messages import listed  # noqa: E402
 from build_tools.metadata import LINK, home  # noqa: E402
 
 # A lambda of C++ in a block of code looks like a link.
@@ -28,7 +26,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = DOCS
     if page.file.src_path == "index.md":
         markdown, folder = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT
-    messages = f"\n{listed()}" if page.file.src_path == "errors.md" else ""
 
     def moved(link: re.Match[str]) -> str:
         text, target = link.groups()
@@ -50,4 +47,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return text
         return f"[{text}]({found}{f'#{anchor}' if anchor else ''})"
 
-    return CODE_OR_LINK.sub(moved, markdown) + messages
+    return CODE_OR_LINK.sub(moved, markdown)
