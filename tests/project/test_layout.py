@@ -6,11 +6,7 @@ A room is a folder of python/amp_mp. docs/design.md says what each of them holds
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -35,20 +31,6 @@ SHARED = {
     "amp_mp.torch_versions",
     "amp_mp.sharding.shards",
 }  # what every room may import
-RETIRED = (
-    "Terms",
-    "ScaleMove",
-    "NextScale",
-    "Place",
-    "facade",
-    "folded",
-    "streak",
-    "originals",
-    "outcome",
-    "GradientMarks",
-    "GradientStatistics",
-)
-
 
 # A file of csrc or of the package that a comment or docstring names by its folder.
 NAMED_FILE = re.compile(
@@ -131,43 +113,6 @@ def test_private_names_are_used_in_their_own_file_alone() -> None:
         and not belongs_to_self(node.value)
     ]
     assert not wrong, "\n".join(wrong)
-
-
-@cache
-def names_of(path: Path) -> dict[str, list[int]]:
-    """The lines of every name, without underscores around it."""
-    found: dict[str, list[int]] = {}
-    for line, name in identifiers(path):
-        found.setdefault(name.strip("_"), []).append(line)
-    return found
-
-
-def identifiers(path: Path) -> Iterator[tuple[int, str]]:
-    """Every name in a file with its line; comments and strings are left out."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                yield token.start[0], token.string
-        return
-    blank = r'//.*|/\*[\s\S]*?\*/|"(?:\\.|[^"\\\n])*"'
-    code = re.sub(blank, lambda m: "\n" * m[0].count("\n"), text)
-    for number, line in enumerate(code.splitlines(), 1):
-        for name in re.findall(r"[A-Za-z_]\w*", line):
-            yield number, name
-
-
-@pytest.mark.parametrize("word", RETIRED)
-def test_retired_names_do_not_come_back(word: str) -> None:
-    """One word for one thing: these were second names, or names that explained nothing."""
-    files = [*MODULES.values(), *NATIVE]
-    assert [p.name for p in files if p.stem == word.lower()] == []
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in files
-        for line in names_of(path).get(word, [])
-    ]
-    assert not wrong
 
 
 def test_files_that_are_named_are_there() -> None:
