@@ -127,13 +127,3 @@ def test_files_that_are_named_are_there() -> None:
     }
     assert len(named) > 100
     assert [each for each in sorted(named) if not (ROOT / "csrc" / each[1]).is_file()] == []
-
-
-def test_numbers_of_statistics_and_verdicts_are_read_by_name() -> None:
-    """An index of such a row says nothing to a reader: sharding/gradients.py has the names."""
-    pattern = re.compile(r"\b(?:verdict|report|total|settled)\[(?::, |\.\.\., )?\d\]")
-    assert [
-        (name, found)
-        for name, path in MODULES.items()
-        for found in pattern.findall(path.read_text())
-    ] == []
