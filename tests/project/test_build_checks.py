@@ -239,13 +239,13 @@ def test_what_is_left_out_is_said_in_one_line_that_names_what_asks_for_it(
 ) -> None:
     ours = here.torches()
     native.say_what_is_built(ours, found.find_cuda(ours), native.all_sets())
-    said, _ = capsys.readouterr().out.splitlines()
+    (said,) = capsys.readouterr().out.splitlines()
     assert "no CUDA kernels, although torch 2.13.0+cu130 has CUDA (AMP_MP_CUDA=1" in said
     assert "AMP_MP_LOOPS" not in said
     cpu = [dataclasses.replace(ours[0], cuda=None)]
     here.patch.setattr(native, "IS_X86", True)
     native.say_what_is_built(cpu, None, ["avx2", "baseline"])
-    said, _ = capsys.readouterr().out.splitlines()
+    (said,) = capsys.readouterr().out.splitlines()
     assert "no CUDA kernels (AMP_MP_CUDA=1 asks for them)" in said
     assert said.endswith("CPU loops for baseline, avx2 (AMP_MP_LOOPS=all asks for the rest)")
 
