@@ -127,3 +127,20 @@ def test_files_that_are_named_are_there() -> None:
     }
     assert len(named) > 100
     assert [each for each in sorted(named) if not (ROOT / "csrc" / each[1]).is_file()] == []
+
+
+def test_notes_of_the_guide_and_of_the_sources_are_the_same() -> None:
+    """Sources cite an invariant of docs/design.md by its name; one that no source cites is none."""
+    folders = ("csrc", "python", "build_tools")
+    texts = [
+        path.read_text()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".h", ".cpp", ".cu", ".py")
+    ]
+    cited = {
+        name for text in texts for name in re.findall(r"\bNote: (.+?) \(docs/design\.md", text)
+    }
+    named = re.findall(r"\*\*Note: (.+?)\.\*\*", (ROOT / "docs/design.md").read_text())
+    assert cited == set(named)
+    assert len(named) == len(cited) > 5
