@@ -50,7 +50,7 @@ docs-serve: $(SITE)/tools
 # fail a test (pyproject.toml); another torch's or Python's own are counted, and shown without make.
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadgroup --disable-warnings
 
-# What a change of Python or C++ can break here: 2 to 6 minutes on two cores.
+# What a change of Python or C++ can break here.
 test: build
 	$(PYTEST) -m "not full"
 

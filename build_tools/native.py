@@ -58,6 +58,7 @@ LONGEST = ("cuda_apply_adam", "torch_", "cuda_apply", "cpu_apply", "cuda_decide"
 IS_X86 = machine() in ("x86_64", "AMD64")
 INSTRUCTION_SETS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64"}
 
+# Note: The same bits everywhere (docs/design.md)
 # -ffp-contract=off and -fmad=false: CPU, CUDA and a NumPy reference agree bit for bit.
 # -fno-math-errno: without it sqrt keeps loops scalar. Never -ffast-math or --use_fast_math: they
 # let the compiler assume that no number is infinite, and so delete the overflow check.
@@ -347,7 +348,6 @@ def say_what_is_built(torches: list[Torch], cuda: Cuda | None, sets: list[str]) 
         loops += " (AMP_MP_LOOPS=all asks for the rest)"
     print(
         f"building amp_mp for torch {versions}, Python {platform.python_version()}; {kernels}; "
-        f"{loops}\n"
-        "130 s of CPU time on an AMD EPYC (Zen 5), 240 with kernels for one architecture",
+        f"{loops}",
         flush=True,
     )

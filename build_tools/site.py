@@ -1,8 +1,8 @@
 """Hooks of mkdocs (mkdocs.yml): links that are meant for a checkout lead somewhere on the site.
 
 README.md is the start page. Links to files outside of docs/ lead to the repository; where its
-address is unknown only their text stays. A file that is not there is an error. Behind errors.md
-come all messages of the code, behind reference/optim.md the arguments that all optimizers take.
+address is unknown only their text stays. A file that is not there is an error. Behind
+reference/optim.md come the arguments that all optimizers take.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 sys.path.append(str(ROOT))
 
-from build_tools.messages import listed  # noqa: E402
 from build_tools.metadata import LINK, home  # noqa: E402
 
 # A lambda of C++ in a block of code looks like a link.
@@ -37,16 +36,13 @@ def shared_arguments() -> str:
     return re.sub(r"^ {4}(?! )", "\n", items, flags=re.MULTILINE)
 
 
-APPENDED = {"errors.md": listed, "reference/optim.md": shared_arguments}
-
-
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """The page as mkdocs is to read it."""
     source = page.file.src_path
     folder = shown = (DOCS / source).parent
     if source == "index.md":
         markdown, folder = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT
-    appended = f"\n{APPENDED[source]()}" if source in APPENDED else ""
+    appended = f"\n{shared_arguments()}" if source == "reference/optim.md" else ""
 
     def moved(link: re.Match[str]) -> str:
         text, target = link.groups()

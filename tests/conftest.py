@@ -153,7 +153,10 @@ def start(device: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=True)
 def _delayed_in_an_order_of_its_own(request: pytest.FixtureRequest) -> None:
-    """The same for a test that is run alone: it depends on AMP_MP_DELAYED_STREAMS and its name."""
+    """The order of delayed kernels follows from AMP_MP_DELAYED_STREAMS and the test's name.
+
+    So a test that is run alone has the order that it had among the others.
+    """
     if PRETEND_GPU:
         from pretend_gpu.device import delay_as_asked
 

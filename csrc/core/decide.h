@@ -23,8 +23,8 @@ struct Verdict {
 };
 
 // Any pointer may be null. `found_inf` is the verdict of torch's GradScaler, a float: the number of
-// devices that have found an overflow. max_norm <= 0 means no clipping; the
-// coefficient is torch.nn.utils.clip_grad_norm_'s, min(1, max_norm / (norm + 1e-6)).
+// devices that have found an overflow. max_norm <= 0 means no clipping; the coefficient is
+// torch.nn.utils.clip_grad_norm_'s, min(1, max_norm / (norm + 1e-6)).
 AMP_MP_BOTH Verdict decide(const Statistics* total, const float* scale, const float* found_inf,
                            double max_norm, const NormLimit& limit = {}) {
   Verdict v = {0, 1, 0, 0, scale ? double(*scale) : 1.0};

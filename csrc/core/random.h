@@ -3,6 +3,7 @@
 // easy as 1, 2, 3" (2011), which computes them from a counter. They depend on seed, step, tensor
 // and element alone, so they are the same on every device and replica, after a resume and for any
 // sharding; a skipped step uses none.
+// Note: Random bits by counter (docs/design.md)
 #include <cstdint>
 
 #include "core/macros.h"

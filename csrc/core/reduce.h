@@ -1,4 +1,6 @@
 #pragma once
+// Note: One order of sums (docs/design.md)
+//
 // The order in which squares are summed. It is the same on every device, for every alignment and
 // number of threads, so that the same gradients always give the same norm and the same clipping:
 //

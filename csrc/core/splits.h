@@ -2,7 +2,8 @@
 // Masters in two parts: the low-precision weight, which the user sees and may write, and a second
 // array that adds what the weight's rounding dropped.
 //
-// The weight is the truth. Whatever was written into it, joining gives a number within one unit of
+// Note: The parameter is the truth (docs/design.md)
+// Whatever was written into it, joining gives a number within one unit of
 // the weight, and the weight itself where it is 0, infinite or NaN. So a split keeps nothing of a
 // master that rounds to 0: its remainder cannot be told from that of a weight that was overwritten.
 //

@@ -1,6 +1,7 @@
 #pragma once
 // The measure loop: sums squares in the order of core/reduce.h, 64 elements at a time. Included by
 // loops.cpp.
+// Note: One order of sums (docs/design.md)
 #include "cpu/convert.h"
 
 namespace amp_mp::cpu {

@@ -1,6 +1,7 @@
 #pragma once
 // Adds up the sums of spans that a measuring kernel has written: to sums of tensors and of the
 // list, in the order of core/reduce.h. Each thread is one of its 256 lanes.
+// Note: One order of sums (docs/design.md)
 #include "cuda/pack8.h"
 #include "cuda/passes.h"
 

@@ -1,6 +1,7 @@
 #pragma once
 // The formats that the apply kernel is compiled for besides the one way that takes any: those of
-// the `memory` settings of the common optimizers.
+// the `memory` settings of the common optimizers. A list goes once the list "one" of benchmarks/gpu
+// takes less than 1.03 times as long without it, in each of its formats.
 //
 // A slot's tag has five bits for the format of each array, and one that says how its weights are
 // compared. A layout is a tag, in which the digit kAnyDigit leaves a format open.

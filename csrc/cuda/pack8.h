@@ -27,8 +27,8 @@ __device__ __forceinline__ void load(T (&out)[kPack], const T* p, int n, bool wi
     for (int i = 0; i < int(sizeof out / 16); ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
     memcpy(out, raw, sizeof out);
   } else {
-    for (int k = 0; k < kPack;
-         ++k)  // a constant trip count: a dynamic one puts `out` in local memory
+    // A constant trip count: a dynamic one puts `out` in local memory.
+    for (int k = 0; k < kPack; ++k)
       if (k < n) out[k] = p[k];
   }
 }

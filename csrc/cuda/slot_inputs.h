@@ -1,5 +1,7 @@
 #pragma once
-// What decide_step reads before it decides, to make the rules of its slots afterwards.
+// What decide_step reads before it decides, to make the rules of its slots afterwards. It goes
+// once the list "many" of benchmarks/gpu takes no longer where each slot is read when its turn
+// comes.
 #include "cuda/combine.h"
 #include "cuda/step_arguments.h"
 

@@ -1,3 +1,3 @@
 """The version, alone so that building needs no import."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -239,13 +239,13 @@ def test_what_is_left_out_is_said_in_one_line_that_names_what_asks_for_it(
 ) -> None:
     ours = here.torches()
     native.say_what_is_built(ours, found.find_cuda(ours), native.all_sets())
-    said, _ = capsys.readouterr().out.splitlines()
+    (said,) = capsys.readouterr().out.splitlines()
     assert "no CUDA kernels, although torch 2.13.0+cu130 has CUDA (AMP_MP_CUDA=1" in said
     assert "AMP_MP_LOOPS" not in said
     cpu = [dataclasses.replace(ours[0], cuda=None)]
     here.patch.setattr(native, "IS_X86", True)
     native.say_what_is_built(cpu, None, ["avx2", "baseline"])
-    said, _ = capsys.readouterr().out.splitlines()
+    (said,) = capsys.readouterr().out.splitlines()
     assert "no CUDA kernels (AMP_MP_CUDA=1 asks for them)" in said
     assert said.endswith("CPU loops for baseline, avx2 (AMP_MP_LOOPS=all asks for the rest)")
 
@@ -414,14 +414,14 @@ def test_the_description_on_an_index_has_no_relative_links(
     readme = (ROOT / "README.md").read_text()
     links = re.findall(r"(?<!!)\[[^\]]*\]\((?!https?://)", readme)  # pictures are left out
     monkeypatch.setenv("AMP_MP_HOME", "git@example.org:some/amp_mp.git")
-    text = metadata.long_description("0.2.0")
+    text = metadata.long_description("0.3.0")
     assert len(links) > 10
-    assert text.count("(https://example.org/some/amp_mp/blob/v0.2.0/") == len(links)
-    assert "https://example.org/some/amp_mp/blob/v0.2.0/docs/formats.md" in text
-    assert metadata.urls("0.2.0")["Issues"] == "https://example.org/some/amp_mp/issues"
+    assert text.count("(https://example.org/some/amp_mp/blob/v0.3.0/") == len(links)
+    assert "https://example.org/some/amp_mp/blob/v0.3.0/docs/formats.md" in text
+    assert metadata.urls("0.3.0")["Issues"] == "https://example.org/some/amp_mp/issues"
     monkeypatch.setattr(metadata, "home", lambda: "")
-    assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.2.0"))
-    assert metadata.urls("0.2.0") == {}
+    assert not re.search(r"\]\((?!https?://)", metadata.long_description("0.3.0"))
+    assert metadata.urls("0.3.0") == {}
 
 
 # ---- variables that are set and empty, as CI systems and Dockerfiles set them --------------------

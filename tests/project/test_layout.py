@@ -6,11 +6,7 @@ A room is a folder of python/amp_mp. docs/design.md says what each of them holds
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -35,20 +31,6 @@ SHARED = {
     "amp_mp.torch_versions",
     "amp_mp.sharding.shards",
 }  # what every room may import
-RETIRED = (
-    "Terms",
-    "ScaleMove",
-    "NextScale",
-    "Place",
-    "facade",
-    "folded",
-    "streak",
-    "originals",
-    "outcome",
-    "GradientMarks",
-    "GradientStatistics",
-)
-
 
 # What native code reads by name: attributes of Python's objects, and of torch's.
 READ_BY_NAME = {"__dict__", "__all__", "get", "split", "wait", "dtype", "layout", "_local_tensor"}
@@ -137,43 +119,6 @@ def test_private_names_are_used_in_their_own_file_alone() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@cache
-def names_of(path: Path) -> dict[str, list[int]]:
-    """The lines of every name, without underscores around it."""
-    found: dict[str, list[int]] = {}
-    for line, name in identifiers(path):
-        found.setdefault(name.strip("_"), []).append(line)
-    return found
-
-
-def identifiers(path: Path) -> Iterator[tuple[int, str]]:
-    """Every name in a file with its line; comments and strings are left out."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                yield token.start[0], token.string
-        return
-    blank = r'//.*|/\*[\s\S]*?\*/|"(?:\\.|[^"\\\n])*"'
-    code = re.sub(blank, lambda m: "\n" * m[0].count("\n"), text)
-    for number, line in enumerate(code.splitlines(), 1):
-        for name in re.findall(r"[A-Za-z_]\w*", line):
-            yield number, name
-
-
-@pytest.mark.parametrize("word", RETIRED)
-def test_retired_names_do_not_come_back(word: str) -> None:
-    """One word for one thing: these were second names, or names that explained nothing."""
-    files = [*MODULES.values(), *NATIVE]
-    assert [p.name for p in files if p.stem == word.lower()] == []
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in files
-        for line in names_of(path).get(word, [])
-    ]
-    assert not wrong
-
-
 def test_files_that_are_named_are_there() -> None:
     """In the package, the stubs, csrc and the guide to them."""
     texts = [*PACKAGE.rglob("*.py*"), *NATIVE, ROOT / "docs/design.md"]
@@ -194,11 +139,18 @@ def test_native_code_reads_no_name_of_the_package() -> None:
     assert found == READ_BY_NAME
 
 
-def test_numbers_of_statistics_and_verdicts_are_read_by_name() -> None:
-    """An index of such a row says nothing to a reader: sharding/gradients.py has the names."""
-    pattern = re.compile(r"\b(?:verdict|report|total|settled)\[(?::, |\.\.\., )?\d\]")
-    assert [
-        (name, found)
-        for name, path in MODULES.items()
-        for found in pattern.findall(path.read_text())
-    ] == []
+def test_notes_of_the_guide_and_of_the_sources_are_the_same() -> None:
+    """Sources cite an invariant of docs/design.md by its name; one that no source cites is none."""
+    folders = ("csrc", "python", "build_tools")
+    texts = [
+        path.read_text()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".h", ".cpp", ".cu", ".py")
+    ]
+    cited = {
+        name for text in texts for name in re.findall(r"\bNote: (.+?) \(docs/design\.md", text)
+    }
+    named = re.findall(r"\*\*Note: (.+?)\.\*\*", (ROOT / "docs/design.md").read_text())
+    assert cited == set(named)
+    assert len(named) == len(cited) > 5

@@ -12,8 +12,6 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import amp_mp
 from amp_mp import _C
 
@@ -48,11 +46,15 @@ def stub_names(body: list[ast.stmt]) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", STUBS)
-def test_the_stub_has_the_librarys_names(name: str) -> None:
-    owner, body = STUBS[name]
+def test_the_stub_has_the_librarys_names() -> None:
     typed = {"FormatEntry"}  # a TypedDict of the stub alone
-    assert stub_names(body) - typed == native_names(owner)
+    wrong = {
+        name: (stub, native)
+        for name, (owner, body) in STUBS.items()
+        if (stub := stub_names(body) - typed) != (native := native_names(owner))
+    }
+    assert len(STUBS) > 20
+    assert wrong == {}
 
 
 def arguments(function: ast.FunctionDef) -> list[tuple[str, str, object]]:

@@ -13,6 +13,7 @@ namespace amp_mp::casting {
 
 // With every policy, what an operator writes into decides: the other arguments are cast to its
 // dtype (in place, and out=).
+// Note: What is written decides (docs/design.md)
 enum class OpPolicy : int {
   stock,                   // what torch's own autocast does
   unchanged,               // no casts, as an operator on no list

@@ -14,6 +14,7 @@ namespace amp_mp::casting {
 namespace {
 
 bool is_cacheable(const at::Tensor& t, at::ScalarType dtype) {
+  // Note: Never cached (docs/design.md)
   // During capture a copy's memory belongs to the CUDA graph, and must not be cached.
   return t.requires_grad() && t.is_leaf() && t.scalar_type() == at::kFloat && is_low(dtype) &&
          !t.is_view() && !t.is_inference() && at::autocast::is_autocast_cache_enabled() &&

@@ -10,6 +10,7 @@
 //   gradients are off, so that evaluation sees every write.
 // kept_casts.h has those that users ask to be kept longer. Memory with a second owner is never
 // cached: FSDP2 writes parameters through another tensor.
+// Note: Never cached (docs/design.md)
 #include "torch/checks.h"
 
 namespace amp_mp::casting {

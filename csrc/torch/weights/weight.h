@@ -1,4 +1,6 @@
 #pragma once
+// Note: A weight owns its master (docs/design.md)
+//
 // Where the float32 value of a weight is, and who may write it.
 //
 // A weight is a parameter in float16 or bfloat16, or a DTensor's part on this process. Its float32

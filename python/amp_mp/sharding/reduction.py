@@ -1,6 +1,9 @@
 """Statistics of tensors, added over the processes that hold their shards.
 
 Rows are float64 [n, 3], one row a tensor: sum of squares, largest |x|, number of inf and NaN.
+
+Note: One order of sums (docs/design.md)
+Note: The same gathers on every process (docs/design.md)
 """
 
 from collections.abc import Callable, Iterable, MutableSet, Sequence
