@@ -15,7 +15,7 @@ constexpr double kSpike = 2;     // a finite norm above the limit
 
 // All doubles: they are the elements of the verdict tensor, float64 [5].
 struct Verdict {
-  double found_inf;   // kOverflow or kSpike: skip the step; or 0
+  double skip;        // kOverflow or kSpike; or 0
   double multiplier;  // 1 / scale * clip coefficient
   double norm;        // of the unscaled, unclipped gradients; inf if one is not finite
   double max_abs;     // largest finite unscaled |g|
@@ -29,9 +29,9 @@ AMP_MP_BOTH Verdict decide(const Statistics* total, const float* scale, const fl
                            double max_norm, const NormLimit& limit = {}) {
   Verdict v = {0, 1, 0, 0, scale ? double(*scale) : 1.0};
   const double unscale = 1 / v.scale;
-  if (found_inf && *found_inf != 0) v.found_inf = kOverflow;
+  if (found_inf && *found_inf != 0) v.skip = kOverflow;
   if (total) {
-    if (total->non_finite > 0) v.found_inf = kOverflow;
+    if (total->non_finite > 0) v.skip = kOverflow;
     v.norm = total->non_finite > 0 ? HUGE_VAL : sqrt(total->sum_squares) * unscale;
     v.max_abs = total->max_abs * unscale;
   }
@@ -39,8 +39,8 @@ AMP_MP_BOTH Verdict decide(const Statistics* total, const float* scale, const fl
   v.multiplier = unscale * (coefficient < 1 ? coefficient : 1.0);
   // A loss scale of 0, NaN or 2^-128 and less, whose reciprocal float32 does not have: every update
   // would be NaN. torch's scaler finds these in its unscaled gradients.
-  if (!(fabs(v.multiplier) <= 3.4028234663852886e38)) v.found_inf = kOverflow;
-  if (total && v.found_inf == 0 && limit.stops(v.norm)) v.found_inf = kSpike;
+  if (!(fabs(v.multiplier) <= 3.4028234663852886e38)) v.skip = kOverflow;
+  if (total && v.skip == 0 && limit.stops(v.norm)) v.skip = kSpike;
   return v;
 }
 

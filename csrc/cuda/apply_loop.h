@@ -200,9 +200,9 @@ __device__ __forceinline__ void apply_block(const StepList& table, const Verdict
     if (threadIdx.x == 0) write_report(report, *verdict, report.counts->next_scale);
     return;
   }
-  const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
+  const double skip = verdict->skip;  // arrives while the chunk is looked for
   const Chunk chunk = find_chunk(table);
-  if (found_inf != 0) return;
+  if (skip != 0) return;
   apply_as<Rule, kNotes>(Layouts{}, table.entries[chunk.slot].tag, table.entries, chunk,
                          slot_rules);
 }

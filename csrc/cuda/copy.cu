@@ -15,7 +15,7 @@ constexpr int kBlocks = 4;  // per multiprocessor
 __global__ void __launch_bounds__(kThreads, kBlocks)
     copy_kernel(const CopyTable __grid_constant__ table, const Verdict* __restrict__ verdict,
                 double constant, int64_t first, const Rows rows) {
-  if (verdict && verdict->found_inf != 0) return;
+  if (verdict && verdict->skip != 0) return;
   const float multiplier = float(verdict ? verdict->multiplier : constant);
   const Chunk chunk = find_chunk(table);
   const Array to = to_of(table, chunk.slot), from = from_of(table, chunk.slot);

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kCombineThreads, Plan::kAtOnce > 1 ? 1 : 3)
   }
   const double multiplier = decided.verdict.multiplier;
   constexpr int kStep = Plan::kAtOnce * kCombineThreads;
-  for (int base = 0; decided.verdict.found_inf == 0 && base < plan.count; base += kStep) {
+  for (int base = 0; decided.verdict.skip == 0 && base < plan.count; base += kStep) {
     const int first = base + int(threadIdx.x);
     if (first >= kStep && first < plan.count) known.read(plan, first);
     switch (rule) {

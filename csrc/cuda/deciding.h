@@ -53,7 +53,7 @@ class Decision {
       if (is_short) update.policy = update.policy_out = shared_.policy;
       if (update.scale) update.scale = &shared_.old_scale;
       if (update.tracker) update.tracker = &shared_.tracker;
-      next_scale = update_loss_scale(update, v.found_inf == kOverflow, v.max_abs);
+      next_scale = update_loss_scale(update, v.skip == kOverflow, v.max_abs);
     }
     __syncthreads();  // the verdict is there, and the policy's new state
     if (is_short && int(threadIdx.x) < update_.policy_size)

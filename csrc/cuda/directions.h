@@ -11,9 +11,9 @@ template <class Rule>
 __global__ void __launch_bounds__(kThreads)
     directions_kernel(const StepList __grid_constant__ table, const Verdict* __restrict__ verdict,
                       const SlotRule<Rule>* __restrict__ slot_rules) {
-  const double found_inf = verdict->found_inf;  // arrives while the chunk is looked for
+  const double skip = verdict->skip;  // arrives while the chunk is looked for
   const Chunk chunk = find_chunk(table);
-  if (found_inf != 0) return;
+  if (skip != 0) return;
 
   const SlotRule<Rule>& slot_rule = slot_rules[chunk.slot];
   const View<Rule> slot(table.entries[chunk.slot], slot_rule);

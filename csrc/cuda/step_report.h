@@ -12,9 +12,9 @@ __device__ __forceinline__ void write_report(const StepReportBuffer& buffer, con
                                              double next_scale) {
   if (!buffer.reports) return;
   StepCounts& counts = *buffer.counts;
-  const uint64_t skipped = verdict.found_inf != 0 ? counts.skipped_in_a_row + 1 : 0;
-  const uint64_t overflows = counts.overflows + (verdict.found_inf == kOverflow);
-  const uint64_t spikes = counts.spikes + (verdict.found_inf == kSpike);
+  const uint64_t skipped = verdict.skip != 0 ? counts.skipped_in_a_row + 1 : 0;
+  const uint64_t overflows = counts.overflows + (verdict.skip == kOverflow);
+  const uint64_t spikes = counts.spikes + (verdict.skip == kSpike);
   const uint64_t seal = counts.decided + 1;
   StepReport& report = buffer.reports[seal % kStepReports];
   *static_cast<volatile uint64_t*>(&report.seal) = 0;

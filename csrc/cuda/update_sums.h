@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(kSpanThreads)
     }
   }
   if (int(blockIdx.x) >= blocks_in_list) return;  // all tensors are empty
-  const double found_inf = verdict->found_inf;    // arrives while the chunk is looked for
+  const double skip = verdict->skip;              // arrives while the chunk is looked for
   const Chunk chunk = find_chunk(table);
   Statistics* const to = spans + blockIdx.x;
-  if (found_inf != 0) {
+  if (skip != 0) {
     if (int(threadIdx.x) < kUpdateSums)  // others may gather them
       to[int(threadIdx.x) * blocks_in_list] = {};
     return;

@@ -113,7 +113,7 @@ void copy_(const Tensors& to, const Tensors& from, const std::optional<at::Tenso
   on(
       device,
       [&] {
-        if (v && v->found_inf != 0) return;
+        if (v && v->skip != 0) return;
         cpu::copy(transfers.data(), count, v ? v->multiplier : multiplier, at::get_num_threads());
       },
       AMP_MP_CUDA(copy(transfers.data(), count, v, multiplier, stream)));

@@ -615,7 +615,7 @@ class StepLog:
         """Steps so far."""
     @property
     def verdict(self) -> Tensor | None:
-        """The last step's: found_inf (2 for a spike), multiplier, norm, max_abs, scale."""
+        """The last step's: skip (1 overflow, 2 spike), multiplier, norm, max_abs, scale."""
     @property
     def scale_updated(self) -> bool:
         """Whether the last step has moved the loss scale by its inputs' scale_update."""

@@ -76,7 +76,7 @@ from amp_mp.model.float32_state_dict import (
 )
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn.main_grads import attach_main_grads
-from amp_mp.optim.state.low_bits import drop_masters
+from amp_mp.optim.state.kept_masters import drop_masters
 from amp_mp.switch import build_info
 from amp_mp.wrappers.fp16_optimizer import FP16_Optimizer
 from amp_mp.wrappers.handle import init

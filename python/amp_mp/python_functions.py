@@ -1,7 +1,7 @@
 """Binds the Python functions that the native library calls: csrc/torch/python/functions.h."""
 
 from amp_mp import _C
-from amp_mp.optim.state.low_bits import refuse_lost
+from amp_mp.optim.state.kept_masters import refuse_lost
 from amp_mp.optim.step.cuda_graphs import warn_of_graph
 from amp_mp.optim.step.params import refuse_param
 from amp_mp.sharding import shards

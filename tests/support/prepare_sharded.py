@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import amp_mp as amp
 from amp_mp import _C
-from amp_mp.optim.state.low_bits import refuse_lost
+from amp_mp.optim.state.kept_masters import refuse_lost
 
 BF16 = torch.bfloat16
 Found = dict[str, object]

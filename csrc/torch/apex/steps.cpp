@@ -185,7 +185,7 @@ void multi_tensor_sgd(int64_t, const at::Tensor& noop_flag, const py::sequence& 
   numbers.hyper.nesterov = nesterov;
   numbers.hyper.decoupled = wd_after_momentum;
   at::Tensor verdict = make_verdict(lists);
-  const at::Tensor skip = field(verdict, offsetof(Verdict, found_inf)),
+  const at::Tensor skip = field(verdict, offsetof(Verdict, skip)),
                    multiplier = field(verdict, offsetof(Verdict, multiplier));
   skip.copy_(noop_flag.squeeze());
   multiplier.fill_(scale);

@@ -53,7 +53,7 @@ struct PythonFunctions {
   PythonFunction<void(py::handle param, std::string label)> refuse_param{all, "refuse_param"};
   // optim/step/cuda_graphs.py
   PythonFunction<void()> warn_of_graph{all, "warn_of_graph"};
-  // optim/state/low_bits.py
+  // optim/state/kept_masters.py
   PythonFunction<void(py::handle param)> refuse_lost{all, "refuse_lost"};
 };
 

@@ -23,7 +23,7 @@ Bucket::Bucket(Layout rule, const at::Device& device, std::vector<Member> member
     : layout_(std::move(rule)),
       device_(device),
       members_(std::move(members)),
-      slots_(make_slots(sort_by_kind(info))) {
+      slots_(make_slots(sort_by_group(info))) {
   remember();
   for (const HyperNumber& number : layout_->numbers)
     if (info.own_keys.contains(number.key)) numbers_.push_back(number);
@@ -32,38 +32,38 @@ Bucket::Bucket(Layout rule, const at::Device& device, std::vector<Member> member
     for (size_t i = 0; kept.of_rows && i < members_.size(); ++i) {
       const Member& member = members_[i];
       row_norms_.add({offsets[i], member.local, member.param, got(member.state, kept.name),
-                      member.group, kinds_[size_t(slots_.group(i))].shape.first});
+                      member.group, slot_groups_[size_t(slots_.group(i))].shape.first});
     }
 }
 
-// Sorts the members by their kinds and returns the number of each one's kind.
-std::vector<int64_t> Bucket::sort_by_kind(const GroupInfo& info) {
-  std::vector<std::pair<Kind, size_t>> found;
+// Sorts the members by their groups of slots and returns the number of each one's.
+std::vector<int64_t> Bucket::sort_by_group(const GroupInfo& info) {
+  std::vector<std::pair<SlotGroup, size_t>> found;
   for (size_t i = 0; i < members_.size(); ++i) {
-    Kind kind{members_[i].group_index, {}, {}};
+    SlotGroup own{members_[i].group_index, {}, {}};
     const auto matrices = info.matrices.find(members_[i].tensor_index);
     if (matrices != info.matrices.end()) {
       const auto& [shape, numbers] = matrices->second;
-      kind.shape = shape;
+      own.shape = shape;
       for (const auto& [name, number] : numbers)
-        kind.numbers.emplace_back(&hyper_named(name), number);
+        own.numbers.emplace_back(&hyper_named(name), number);
     }
-    found.emplace_back(kind, i);
+    found.emplace_back(own, i);
   }
   std::stable_sort(found.begin(), found.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<Member> sorted;
   std::vector<int64_t> numbers;
-  for (auto& [kind, i] : found) {
-    if (kinds_.empty() || kinds_.back() < kind) kinds_.push_back(kind);
-    numbers.push_back(int64_t(kinds_.size()) - 1);
+  for (auto& [own, i] : found) {
+    if (slot_groups_.empty() || slot_groups_.back() < own) slot_groups_.push_back(own);
+    numbers.push_back(int64_t(slot_groups_.size()) - 1);
     sorted.push_back(std::move(members_[i]));
   }
   members_ = std::move(sorted);
   return numbers;
 }
 
-Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
+Slots Bucket::make_slots(const std::vector<int64_t>& groups) {
   std::vector<bool> stepping;  // whether the optimizer has state for the weight already
   for (const Member& member : members_) {
     stepping.push_back(PyDict_Size(member.state.ptr()) > 0);
@@ -87,7 +87,7 @@ Slots Bucket::make_slots(const std::vector<int64_t>& kinds) {
     }
     own.stochastic = is_stochastic_rounding(member.group);
     own.clock = clocks[i];
-    own.group = kinds[i];
+    own.group = groups[i];
     own.tensor_index = member.tensor_index;
     own.name = member.label;
     own.changes = changes_of(member.param);
@@ -139,9 +139,9 @@ bool Bucket::is_of(const py::dict& states, const Layouts& rules, const py::list&
 
 std::vector<HyperTensors> Bucket::hypers(const py::list& groups) const {
   std::vector<HyperTensors> found;
-  for (const Kind& kind : kinds_) {
-    HyperTensors numbers = read_group(numbers_, groups[size_t(kind.group)]);
-    for (const auto& [member, number] : kind.numbers) numbers.hyper.*member->number = number;
+  for (const SlotGroup& each : slot_groups_) {
+    HyperTensors numbers = read_group(numbers_, groups[size_t(each.group)]);
+    for (const auto& [member, number] : each.numbers) numbers.hyper.*member->number = number;
     found.push_back(std::move(numbers));
   }
   return found;

@@ -46,22 +46,22 @@ class Bucket {
 
  private:
   // The numbers that members of one group with matrices of one shape share.
-  struct Kind {
+  struct SlotGroup {
     int64_t group;
     std::pair<int64_t, int64_t> shape;
     std::vector<std::pair<const HyperMember*, double>> numbers;
-    bool operator<(const Kind& other) const {
+    bool operator<(const SlotGroup& other) const {
       return std::tie(group, shape) < std::tie(other.group, other.shape);
     }
   };
-  std::vector<int64_t> sort_by_kind(const GroupInfo& info);
-  Slots make_slots(const std::vector<int64_t>& kinds);
+  std::vector<int64_t> sort_by_group(const GroupInfo& info);
+  Slots make_slots(const std::vector<int64_t>& groups);
   void remember();
 
   Layout layout_;
   at::Device device_;
   std::vector<Member> members_;
-  std::vector<Kind> kinds_;
+  std::vector<SlotGroup> slot_groups_;
   std::vector<HyperNumber> numbers_;
   Slots slots_;
   // The values of these keys in each state, and of the rule's options in each group, when the

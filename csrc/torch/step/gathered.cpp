@@ -21,22 +21,22 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
   std::vector<Member> members = members_of(rules, groups, states);
   refuse_new_state(members);
   for (const py::handle group : groups) groups_.push_back(kept_of(group));
-  struct Kind {  // one bucket each
+  struct NewBucket {
     Layout layout;
     at::Device device;
     std::vector<int64_t> params;
   };
-  std::vector<Kind> kinds;
+  std::vector<NewBucket> found;
   std::vector<Member> active;
   for (Member& member : members) {
     params_.push_back(member.param);
     has_dtensors_ = has_dtensors_ || member.is_dtensor;
     const at::Device device = member.local.device();
-    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const Kind& each) {
+    auto own = std::find_if(found.begin(), found.end(), [&](const NewBucket& each) {
       return each.layout == member.layout && each.device == device;
     });
-    if (kind == kinds.end()) kind = kinds.insert(kind, {member.layout, device, {}});
-    kind->params.push_back(member.tensor_index);
+    if (own == found.end()) own = found.insert(own, {member.layout, device, {}});
+    own->params.push_back(member.tensor_index);
     if (py::len(member.state) > 0 || tensor_of(member.param).grad().defined())
       active.push_back(std::move(member));
     else
@@ -44,13 +44,13 @@ Gathered::Gathered(const Layouts& rules, const py::list& groups, const py::dict&
   }
   // In the order of the groups, also of those without parameters here: buckets have collectives of
   // their own, and another process may begin with other parameters.
-  std::stable_sort(kinds.begin(), kinds.end(), [&](const Kind& a, const Kind& b) {
+  std::stable_sort(found.begin(), found.end(), [&](const NewBucket& a, const NewBucket& b) {
     return std::find(rules.begin(), rules.end(), a.layout) <
            std::find(rules.begin(), rules.end(), b.layout);
   });
   check_members(active);
   const HostRoom room = room_for(active);
-  for (const auto& [layout, device, params] : kinds) {
+  for (const auto& [layout, device, params] : found) {
     std::vector<Member> own;
     for (const Member& member : active) {
       if (member.layout != layout || member.local.device() != device) continue;

@@ -65,7 +65,7 @@ Criteria criteria_of(const CriteriaTensors& tensors, const at::Device& device) {
 
 Verdict decide_on_cpu(const Statistics* total, const Criteria& d) {
   const Verdict v = decide(total, d.scale, d.found_inf, d.max_norm, d.limit);
-  update_loss_scale(d.scale_update, v.found_inf == kOverflow, v.max_abs);
+  update_loss_scale(d.scale_update, v.skip == kOverflow, v.max_abs);
   return v;
 }
 
@@ -198,7 +198,7 @@ void apply_(const RuleInfo& rule, Slots& slots, const std::vector<HyperTensors>&
       device,
       [&] {
         if (decides) *v = decide_on_cpu(rows ? rows + found->count() : nullptr, inputs);
-        written = v->found_inf == 0;
+        written = v->skip == 0;
         if (!written) return norms.skip();
         cpu::apply(rule, plan.data(), count, hypers.data(), v->multiplier, data_of<char>(rules),
                    norms.inputs, at::get_num_threads());

@@ -44,7 +44,7 @@ void StepLog::add(const at::Tensor& verdict, bool measured, bool scale_updated) 
   scale_updated_ = scale_updated;
   ++count_;
   if (reports_ || !verdict.is_cpu()) return;
-  const double found = verdict_on_cpu(verdict).found_inf;
+  const double found = verdict_on_cpu(verdict).skip;
   counts_.skipped_in_a_row = found != 0 ? counts_.skipped_in_a_row + 1 : 0;
   counts_.overflows += found == kOverflow;
   counts_.spikes += found == kSpike;
@@ -68,7 +68,7 @@ py::object StepLog::newest(bool wait) const {
   const auto if_measured = [&](double x) -> py::object {
     return measured_ ? py::object(py::float_(x)) : py::none();
   };
-  return py::make_tuple(found->seal, v.found_inf != 0, if_measured(v.norm), if_measured(v.max_abs),
+  return py::make_tuple(found->seal, v.skip != 0, if_measured(v.norm), if_measured(v.max_abs),
                         v.scale, found->overflows, found->spikes);
 }
 
@@ -77,8 +77,7 @@ py::object StepLog::skipped() const {
   const std::optional<StepReport> found = report(false);
   if (!found || !found->skipped_in_a_row) return py::none();
   const Verdict& v = found->verdict;
-  return py::make_tuple(found->seal, found->skipped_in_a_row, v.scale, v.norm,
-                        v.found_inf == kSpike);
+  return py::make_tuple(found->seal, found->skipped_in_a_row, v.scale, v.norm, v.skip == kSpike);
 }
 
 at::Tensor StepLog::history_on(const at::Device& device) {

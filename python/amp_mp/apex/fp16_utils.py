@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm
 from amp_mp.dtypes import LOW_PRECISION, check_dtype
 from amp_mp.model import convert
 from amp_mp.model.selection import Kept
-from amp_mp.optim.state.low_bits import taken_float32
+from amp_mp.optim.state.kept_masters import taken_float32
 from amp_mp.scaling.policies import Static
 from amp_mp.sharding.gradients import copy_all_, overflow_in, unscale_gradients
 from amp_mp.sharding.reduction import totals_of

@@ -45,7 +45,7 @@ class UnscalingStepper(Stepper):
         for device, indices in by_device(grads).items():
             own = [grads[i] for i in indices]
             division = _C.decide(device, [], scale=inputs.scale)
-            Verdict(*division).found_inf.copy_(Verdict(*verdict).found_inf)
+            Verdict(*division).skip.copy_(Verdict(*verdict).skip)
             _C.copy_(own, own, verdict=division)
         return inputs
 

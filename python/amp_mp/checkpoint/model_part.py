@@ -14,7 +14,7 @@ from amp_mp.checkpoint.reading import Reading
 from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.module_names import is_wrapper, plain_name, plain_names
 from amp_mp.optim.base import FusedOptimizer, stepper_of
-from amp_mp.optim.state import low_bits
+from amp_mp.optim.state import kept_masters
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
 from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import like, local_of, locals_of
@@ -189,7 +189,7 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
     takes its first step later, and drops those that it had.
     """
     for module in model.modules():
-        low_bits.follow_replaced(module, module._parameters)
+        kept_masters.follow_replaced(module, module._parameters)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
     stepped: set[Tensor] = set()
     if fused is not None:
@@ -202,8 +202,8 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
         if record is not None and param in stepped and name in reading.masters:
             record.store(param, local_of(reading.masters[name]), exactly=False)
         elif record is not None and name in reading.masters:
-            low_bits.keep(param, reading.masters[name])
+            kept_masters.keep(param, reading.masters[name])
         elif param not in stepped:
-            low_bits.drop(param)
+            kept_masters.drop(param)
     if fused is not None:
         stepper_of(fused).forget()

@@ -178,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
             decided = gradients.Verdict(*verdict)
             # A norm above the limit does not change the scale.
             limited = own.skip_norm_above is not None
-            found = decided.found_inf == gradients.OVERFLOW if limited else decided.found_inf
+            found = decided.skip == gradients.OVERFLOW if limited else decided.skip
             state["found_inf_per_device"] = {verdict.device: found.double()}
             noted.max_abs = {verdict.device: decided.max_abs}
         elif measures:  # a wrapper around the optimizer's step has not called it
@@ -247,7 +247,7 @@ class GradScaler(torch.amp.GradScaler):
         # 1 too where the scale has no reciprocal in float32, as the steps' verdicts say.
         given = {device: _C.decide(device, [], scale=self._scale) for device in totals}
         unusable = {
-            device: gradients.Verdict(*verdict).found_inf for device, verdict in given.items()
+            device: gradients.Verdict(*verdict).skip for device, verdict in given.items()
         }
         return {d: (t.non_finite + unusable[d]).clamp(max=1).float() for d, t in found.items()}
 

@@ -15,7 +15,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
 from amp_mp.model.sharded import refuse_sharded
-from amp_mp.optim.state import low_bits
+from amp_mp.optim.state import kept_masters
 from amp_mp.optim.state.stored_formats import split_name
 from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.param_groups import params_in, stepped_params
@@ -83,9 +83,9 @@ class AveragedModel(nn.Module):
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)
         self.module = deepcopy(model).requires_grad_(False)
-        low_bits.unwatched.difference_update(self.module.modules())
+        kept_masters.unwatched.difference_update(self.module.modules())
         for param in self.module.parameters():
-            low_bits.drop(param)  # a remainder takes its place
+            kept_masters.drop(param)  # a remainder takes its place
         if device is not None:
             self.module.to(device)
         self.register_buffer("n_averaged", torch.tensor(0))
@@ -315,7 +315,7 @@ class AveragedModel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Sets a copy or a pickle up: its averages are not watched, for they have remainders."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        low_bits.unwatched.difference_update(self.module.modules())
+        kept_masters.unwatched.difference_update(self.module.modules())
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -18,8 +18,8 @@ from amp_mp.model.kept_modules import LowPrecisionWeight, compute_in_float32, re
 from amp_mp.model.selection import Kept, named_tensors, select
 from amp_mp.model.sharded import check_units, update_units
 from amp_mp.module_names import is_wrapper, prepared_models
-from amp_mp.optim.state import low_bits
-from amp_mp.optim.state.low_bits import own_parameters
+from amp_mp.optim.state import kept_masters
+from amp_mp.optim.state.kept_masters import own_parameters
 from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import is_dtensor, local_of, set_local, why_without_memory
 from amp_mp.switch import ENABLED
@@ -103,7 +103,7 @@ have_masters = WeakSet[Optimizer]()  # now or after a first step; and those alre
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer; here, because each function costs time in every step."""
-    if low_bits.unwatched or moving.watches:
+    if kept_masters.unwatched or moving.watches:
         moving.look()
     if optimizer not in have_masters:
         have_masters.add(optimizer)
@@ -115,7 +115,7 @@ def _warn_without_masters(optimizer: Optimizer) -> None:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     params = [p for p in params_in(optimizer.param_groups) if p.requires_grad]
-    if any(map(low_bits.is_prepared, params)):
+    if any(map(kept_masters.is_prepared, params)):
         name = f"optim.{type(optimizer).__name__}"
         warn(
             f"torch.{name} updates low-precision weights of amp_mp.prepare without float32 "
@@ -150,9 +150,9 @@ def _convert(
         values = _C.float32_of(tensor) if has_more else local_of(tensor).detach().float()
         set_local(tensor, values if target == torch.float32 else rounded(values, target))
         if prepares and target == dtype and isinstance(tensor, nn.Parameter):
-            low_bits.keep(tensor, values, owners[id(tensor)])
+            kept_masters.keep(tensor, values, owners[id(tensor)])
         else:
-            low_bits.drop(tensor)
+            kept_masters.drop(tensor)
         if tensor.grad is not None:  # it has the old dtype
             tensor.grad = tensor.grad.to(tensor.grad_dtype or tensor.grad.dtype)
     update_units(model)
@@ -160,8 +160,8 @@ def _convert(
     for module in model.modules():
         if any(t.dtype in LOW_PRECISION for t in named_tensors(module, recurse=False).values()):
             if prepares:
-                low_bits.track(module)
-            low_bits.unwatched.add(module)
+                kept_masters.track(module)
+            kept_masters.unwatched.add(module)
         if isinstance(module, nn.RNNBase) and not any(map(is_dtensor, module.parameters())):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece, too
     if dtype in LOW_PRECISION:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.module_names import DDP, plain_name, plain_names, without_wrappers
-from amp_mp.optim.state import low_bits
+from amp_mp.optim.state import kept_masters
 from amp_mp.param_groups import stepped_params
 from amp_mp.sharding.shards import like, why_foreign
 
@@ -124,7 +124,7 @@ def load_float32_state_dict(
     _C.refuse_borrowed(model.parameters(), "load_float32_state_dict()")
     if hasattr(optimizer, "init_state"):
         optimizer.init_state()
-    handles = [handle for m in model.modules() for handle in low_bits.keeps_loads(m)]
+    handles = [handle for m in model.modules() for handle in kept_masters.keeps_loads(m)]
     try:
         return model.load_state_dict(_under_names_of(model, state_dict), strict=strict)
     finally:

@@ -21,7 +21,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION
 from amp_mp.messages import warn
 from amp_mp.module_names import prepared_models, without_wrappers
-from amp_mp.optim.state import low_bits
+from amp_mp.optim.state import kept_masters
 from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.sharding.gradients import by_device
 from amp_mp.sharding.shards import local_of
@@ -154,16 +154,16 @@ def look() -> None:
     """Before each step of any optimizer, as long as there is something to follow."""
     if torch.compiler.is_compiling():
         return
-    if low_bits.unwatched:
-        watches.append(_Watch(low_bits.unwatched))
-        low_bits.unwatched.clear()
+    if kept_masters.unwatched:
+        watches.append(_Watch(kept_masters.unwatched))
+        kept_masters.unwatched.clear()
     watches[:] = [watch for watch in list(watches) if watch.step()]
 
 
 def leave_out(modules: Iterable[nn.Module]) -> None:
     """Ends the watch over these modules, whose weights come from another model."""
     own = list(modules)
-    low_bits.unwatched.difference_update(own)
+    kept_masters.unwatched.difference_update(own)
     for watch in watches:
         for module in own:
             watch.seen.pop(module, None)

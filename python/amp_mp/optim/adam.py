@@ -1,4 +1,4 @@
-"""Adam, AdamW, NAdam and RAdam; their rules are csrc/core/rules/adam.h and hyperball.h."""
+"""Adam, AdamW, NAdam and RAdam; their rules are in csrc/core/rules/adam.h, AdamH in layerwise.h."""
 
 from typing import Any, ClassVar, Unpack
 

@@ -234,7 +234,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         drop_repeats(param_group)
         number, group = len(self.param_groups) - 1, self.param_groups[-1]
         try:  # the others were checked when they were added: one look at each parameter
-            if brought:  # the defaults are checked
+            # The constructor has checked the defaults, but for what each group has to bring.
+            if brought or [v for v in self.defaults.values() if isinstance(v, type(required))]:
                 check_group(group)
             check_scatter(group)
             self._complete(group)

@@ -38,7 +38,7 @@ class Directions(NamedTuple):
 
 
 class Rule(_C.Rule):
-    """An update rule: csrc/core/rules.h has its operator's name, csrc/core/rules what it declares.
+    """An update rule: a header of csrc/core/rules declares it, and ends with its operator's name.
 
     directions: for a rule that takes two passes, else None.
     """

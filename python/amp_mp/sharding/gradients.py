@@ -24,7 +24,7 @@ class Statistics(NamedTuple):
 class Verdict(NamedTuple):
     """A step's verdict by name (csrc/core/decide.h): float64 [] each, on its device."""
 
-    found_inf: Tensor  # OVERFLOW or another reason to skip the step; or 0
+    skip: Tensor  # OVERFLOW or another reason to skip the step; or 0
     multiplier: Tensor  # of the gradients
     norm: Tensor  # of the unscaled, unclipped gradients
     max_abs: Tensor  # largest finite unscaled |g|

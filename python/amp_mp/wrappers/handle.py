@@ -153,8 +153,9 @@ class AmpHandle:
     ) -> AbstractContextManager[Tensor]:
         """Yields the loss times the scale, casts off; afterwards the gradients are the true ones.
 
-        On exit the gradients of the optimizer's parameters are divided by the scale, each once,
-        also where several losses add up before a step. Low-precision ones of an optimizer of
+        At a static scale of 1, the default for bfloat16, loss and gradients stay as they are, and
+        nothing is checked. Otherwise the gradients of the optimizer's parameters are divided by the
+        scale on exit, each once, also where several losses add up before a step. Low-precision ones of an optimizer of
         amp_mp.optim become float32 (4 bytes per parameter), others stay in their dtype. If one is
         inf or NaN the scale falls and the optimizer's next step changes nothing. Gradients cleared
         without a step move the scale as after one. Calling backward() on the loss itself inside

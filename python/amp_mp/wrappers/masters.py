@@ -17,7 +17,7 @@ from amp_mp.model.kept_modules import NotScriptable
 from amp_mp.module_names import prepared_models
 from amp_mp.optim.base import FusedOptimizer
 from amp_mp.optim.rule import NO_STATES
-from amp_mp.optim.state import low_bits
+from amp_mp.optim.state import kept_masters
 from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.stored_formats import MASTER_ENTRIES
 from amp_mp.optim.step.params import drop_repeats
@@ -66,7 +66,7 @@ def _called(params: set[Tensor]) -> Iterator[nn.Module]:
         elif own:
             found |= own
             yield module
-    yield from low_bits.owners(params - found)
+    yield from kept_masters.owners(params - found)
 
 
 class Masters:

@@ -40,9 +40,9 @@ void replays(const RuleInfo& rule, const char* name, std::vector<double> policy,
       }
     const std::vector<Statistics> grads = measure_on_cpu(readings);
     const Verdict verdict = decide(&grads.back(), &scale, nullptr, 1.0);
-    if (verdict.found_inf == 0) step_on_cpu(rule, slots, hypers, verdict.multiplier, NormInputs{});
-    skipped += verdict.found_inf != 0;
-    update_scale_state(policy.data(), verdict.found_inf != 0, verdict.max_abs);
+    if (verdict.skip == 0) step_on_cpu(rule, slots, hypers, verdict.multiplier, NormInputs{});
+    skipped += verdict.skip != 0;
+    update_scale_state(policy.data(), verdict.skip != 0, verdict.max_abs);
 
     Measuring measuring(readings, name);
     Verdict found = {};

@@ -30,7 +30,7 @@ struct Outside {
     expect(newest.seal == counts.decided, "a report is sealed", name, size_t(newest.seal));
     expect(!std::memcmp(&newest.verdict, &verdict, sizeof verdict), "report", name, 0);
     expect(newest.next_scale == moved_to, "next scale", name, 0);
-    skipped = verdict.found_inf != 0 ? skipped + 1 : 0;
+    skipped = verdict.skip != 0 ? skipped + 1 : 0;
     expect(newest.skipped_in_a_row == skipped, "skips in a row", name, size_t(skipped));
   }
 };
@@ -75,7 +75,7 @@ void scale_both(std::vector<double> host, const char* name) {
     Verdict verdict = {};
     update_scale_state(host.data(), found_inf != 0, 0);
     cuda::decide(nullptr, inputs, &verdict, nullptr);
-    expect(host == device && verdict.found_inf == double(found_inf), "a decided scale", name, 0);
+    expect(host == device && verdict.skip == double(found_inf), "a decided scale", name, 0);
   }
 }
 

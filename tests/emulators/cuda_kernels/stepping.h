@@ -120,7 +120,7 @@ void step_both(const RuleInfo& rule, const Shape& shape, bool bad = false, bool 
       rule.needs_norms ? device_weights.sums : cuda::SpanSums{}, device_norms.inputs);
   expect(!error, "apply is launched", rule.op, 0);
   expect(!std::memcmp(&host, &verdict, sizeof host), "decide", rule.op, 0);
-  expect((verdict.found_inf != 0) == bad, "overflow is found", rule.op, 0);
+  expect((verdict.skip != 0) == bad, "overflow is found", rule.op, 0);
   expect(outside.counts.decided == 1, "one decision", rule.op, size_t(outside.counts.decided));
   outside.expect_report(host, bad ? 512 : 2048, rule.op);
   expect(outside.next_scale == (bad ? 512 : 2048) && outside.next_tracker == 0, "scale", rule.op,
@@ -155,7 +155,7 @@ void refuses_other_kinds(const RuleInfo& rule) {
     const Criteria inputs = outside.criteria_of();
     Verdict verdict = {7, 7, 7, 7, 7};
     expect(step_on_cuda(rule, slots, model.hypers(), &inputs, &verdict, {}, {}, {}) &&
-               verdict.found_inf == 7 && model.tensors[0].same(before.tensors[0]),
+               verdict.skip == 7 && model.tensors[0].same(before.tensors[0]),
            "another kind's format is refused", rule.op, size_t(state));
   }
 }

@@ -35,7 +35,7 @@ FILES = {
     "model/test_convert": 16,
     "model/test_kept_modules": 36,
     "contract/test_whoever_steps": 1,
-    "model/test_low_bits": 280,
+    "model/test_kept_masters": 280,
     "model/test_original_values": 40,
     "model/test_prepare": 65,
     "optim/muon/test_cuda_muon": 7,

@@ -352,11 +352,11 @@ class PreviousNorm:
         """
         found = Verdict(*verdict)
         first, self.known = self.known, None
-        if first is not None and bool(found.found_inf != 0):
+        if first is not None and bool(found.skip != 0):
             return
         before = torch.full_like(found.norm, -1.0) if self.norm is None else self.norm
         _C.used_on_current_stream([before])  # of another step's stream, and dropped here
-        self.norm = torch.where(found.found_inf != 0, before, found.norm)
+        self.norm = torch.where(found.skip != 0, before, found.norm)
 
 
 def refuse_norm_limit(optimizer: Any) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.optim.state import low_bits
+from amp_mp.optim.state import kept_masters
 from amp_mp.optim.state.stored_formats import CLOCK
 from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import local_of
@@ -64,7 +64,7 @@ def report_memory(optimizer: Optimizer) -> MemoryReport:
     params = params_in(optimizer.param_groups)
     for param in params:
         tensors = [("weight", param), ("grad", param.grad), *optimizer.state.get(param, {}).items()]
-        tensors += [("original", tensor) for tensor in low_bits.tensors_of(param)]
+        tensors += [("original", tensor) for tensor in kept_masters.tensors_of(param)]
         for name, value in tensors:
             if not isinstance(value, Tensor):
                 continue
