@@ -12,9 +12,6 @@ void bind_step(py::module_& m) {
            py::arg("tracker") = py::none(), py::arg("tracker_out") = py::none(),
            py::arg("growth_factor") = 2.0, py::arg("backoff_factor") = 0.5,
            py::arg("growth_interval") = 2000);
-  m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
-        py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
-        py::call_guard<py::gil_scoped_release>());
   py::class_<Measurement, std::shared_ptr<Measurement>>(m, "Measurement")
       .def(py::init<at::Tensor>(), py::arg("rows"))
       .def_property_readonly("rows", &Measurement::rows);
@@ -33,6 +30,9 @@ void bind_step(py::module_& m) {
             return reports.newest(wait);
           },
           py::arg("wait"));
+  m.def("update_scale_", &update_scale_, py::arg("update"), py::arg("found_inf"),
+        py::arg("max_abs") = py::none(), py::arg("reports") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace amp_mp

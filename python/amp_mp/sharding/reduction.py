@@ -330,10 +330,7 @@ class WholeStatistics:
         return parts[:, :-1]
 
     def _is_to_compare(self) -> bool:
-        """Whether a step reads what its gathers compare: on a GPU, where the host waits, the first.
-
-        Later ones where the first have no gradient.
-        """
+        """Whether a step compares: on a GPU, where the host waits, until one had gradients."""
         if self.device.type != "cuda":
             return True
         return not (self._has_compared or torch.cuda.is_current_stream_capturing())
