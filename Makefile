@@ -75,7 +75,7 @@ test-fast: build
 	$(PYTEST) -m "not slow and not full"
 
 # The wheel for $(PYTHON): bindings for torch 2.11 to 2.15, kernels for all architectures. Half an hour
-# and 8 GB of downloads. test-wheel TORCH=2.15.0 installs it beside that torch and runs tests there.
+# of CPU time and 2.7 GB of downloads. test-wheel TORCH=2.15.0 installs it beside that torch and runs tests there.
 # ARCH=aarch64 makes it for another processor (apt install g++-aarch64-linux-gnu).
 wheel:
 	"$(PYTHON)" build_tools/wheel.py $(if $(ARCH),--arch $(ARCH))

@@ -2,7 +2,7 @@
 
     python build_tools/test_wheel.py --torch 2.15.0    # make test-wheel TORCH=2.15.0 PYTHON=python
 
-The environment, with torch, stays in build/wheel-test (5 GB with CUDA's libraries); the wheel is
+The environment, with torch, stays in build/wheel-test (5.5 GB with CUDA's libraries); the wheel is
 installed each time. Tests, README and docs are copied to a folder without the package's source, so
 that only the wheel can be imported. First the README's example runs with nothing set (`env -i`),
 then the README's recipes, the test of torch's private names, and the tests of contract, casting,
@@ -64,7 +64,7 @@ def environment(torch: str) -> Path:
     folder = ROOT / f"build/wheel-test/{torch}-{sys.implementation.cache_tag}"
     python = folder / "bin/python"
     if not (folder / "made").exists():
-        print(f"installing torch {torch}: up to 5 GB with CUDA's libraries", flush=True)
+        print(f"installing torch {torch}: up to 5.5 GB with CUDA's libraries", flush=True)
         run(sys.executable, "-m", "venv", folder)
         run(python, "-m", "pip", "install", f"torch=={torch}")
         run(python, "-m", "pip", "install", "--quiet", *packages("test", "examples"))

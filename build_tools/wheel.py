@@ -4,7 +4,7 @@
     python build_tools/wheel.py --torch 2.13.0    # these versions alone
     python build_tools/wheel.py --arch aarch64    # for another processor: make wheel ARCH=aarch64
 
-torch's packages are downloaded for their headers and libraries and stay in build/torch, 1 to 2 GB
+torch's packages are downloaded for their headers and libraries and stay in build/torch, 1.2 GB
 each; objects stay in build/wheel. The wheel goes to dist/, with the lowest manylinux tag that this
 machine's C library permits. The environment variables of build_tools/native.py hold, so
 AMP_MP_CUDA=0 leaves the CUDA kernels out. `twine check`, `check-wheel-contents` and a limit of
@@ -75,7 +75,7 @@ def torch_folder(python: Path, version: str, arch: str) -> Path:
     folder = ROOT / f"build/torch/{version}{suffix(arch)}"
     command = ("-m", "pip", "install", "--no-deps", *for_machine(arch), "--target", folder)
     if not (folder / "made").exists():
-        print(f"downloading torch {version}: up to 1 GB", flush=True)
+        print(f"downloading torch {version}: .5 GB", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         run(python, *command, f"torch=={version}")
         (folder / "made").touch()
