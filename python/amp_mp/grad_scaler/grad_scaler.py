@@ -246,9 +246,7 @@ class GradScaler(torch.amp.GradScaler):
             noted.max_abs = {d: found[d].max_abs / self._scale.to(d) for d in totals}
         # 1 too where the scale has no reciprocal in float32, as the steps' verdicts say.
         given = {device: _C.decide(device, [], scale=self._scale) for device in totals}
-        unusable = {
-            device: gradients.Verdict(*verdict).skip for device, verdict in given.items()
-        }
+        unusable = {device: gradients.Verdict(*verdict).skip for device, verdict in given.items()}
         return {d: (t.non_finite + unusable[d]).clamp(max=1).float() for d, t in found.items()}
 
     def _unscale_grads_(

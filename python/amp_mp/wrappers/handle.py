@@ -155,9 +155,10 @@ class AmpHandle:
 
         At a static scale of 1, the default for bfloat16, loss and gradients stay as they are, and
         nothing is checked. Otherwise the gradients of the optimizer's parameters are divided by the
-        scale on exit, each once, also where several losses add up before a step. Low-precision ones of an optimizer of
-        amp_mp.optim become float32 (4 bytes per parameter), others stay in their dtype. If one is
-        inf or NaN the scale falls and the optimizer's next step changes nothing. Gradients cleared
+        scale on exit, each once, also where several losses add up before a step. Low-precision ones
+        of an optimizer of amp_mp.optim become float32 (4 bytes per parameter), others stay in their
+        dtype. If one is inf or NaN the scale falls, unless it is static, and the optimizer's next
+        step changes nothing. Gradients cleared
         without a step move the scale as after one. Calling backward() on the loss itself inside
         gives a warning.
 
