@@ -22,8 +22,8 @@ struct SGD;
 
 namespace amp_mp::cuda {
 
-// Index of a slot's arrays in its tag. kSecond is the second of a master of two arrays, or the copy
-// to write of a float32 weight; a slot never has both.
+// Index of a slot's arrays in its tag. kSecond is the second array of a master, or the copy to write
+// of a float32 weight; a slot never has both.
 enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 
 constexpr int kFormatBits = 5;
@@ -44,7 +44,7 @@ __device__ __forceinline__ constexpr Format format_in(uint32_t tag, int array) {
 }
 
 // A layout with gradients of any format. An array that is missing has the digit of float32, and
-// kSecond too where it is of the master, whose format the master's says.
+// kSecond too where it is a master's, whose format says its own.
 constexpr uint32_t layout_of(Format master, Format state0 = Format::float32,
                              Format state1 = Format::float32) {
   const bool may_have_copy = master == Format::float32;

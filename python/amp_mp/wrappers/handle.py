@@ -158,9 +158,8 @@ class AmpHandle:
         scale on exit, each once, also where several losses add up before a step. Low-precision ones
         of an optimizer of amp_mp.optim become float32 (4 bytes per parameter), others stay in their
         dtype. If one is inf or NaN the scale falls, unless it is static, and the optimizer's next
-        step changes nothing. Gradients cleared
-        without a step move the scale as after one. Calling backward() on the loss itself inside
-        gives a warning.
+        step changes nothing. Gradients cleared without a step move the scale as after one. Calling
+        backward() on the loss itself inside gives a warning.
 
         Args:
             loss: the loss, any floating dtype; it is multiplied in float32.
