@@ -146,16 +146,16 @@ class Carrier:
                 del self.earlier[target]
         self._zeros = ledger.zeros(self.params())  # delayed losses add to them
 
-    def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
+    def take(self, pairs: Pairs, scale: float, divided_before: set[Tensor]) -> Pairs:
         """Divides the gradients by the scale and adds what is set aside.
 
-        pairs: this carrier's. settled: parameters whose gradients are divided; this adds those
-        divided in place. Returns the pairs of which this is the first loss.
+        pairs: this carrier's. divided_before: parameters whose gradients are divided; this call
+        adds its own. Returns the pairs of which this is the first loss.
         """
-        adds, known = bool(self.earlier), self._zeros & settled
-        new = [pair for pair in pairs if pair[0] not in settled]
+        adds, known = bool(self.earlier), self._zeros & divided_before
+        new = [pair for pair in pairs if pair[0] not in divided_before]
         own = [param for param, target in new if target is param]
-        settled.update(own)
+        divided_before.update(own)
         divided = dict.fromkeys(self._divided(own, scale))
         copied = [pair for pair in new if pair[1] not in divided]
         first = [pair for pair in copied if pair[1] not in self.earlier]
@@ -262,10 +262,10 @@ class InFloat32(Carrier):
                 found.append(param)
         return found
 
-    def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
+    def take(self, pairs: Pairs, scale: float, divided_before: set[Tensor]) -> Pairs:
         """As Carrier's; other gradients need another `clip`."""
         self._forget_clipping()
-        return super().take(pairs, scale, settled)
+        return super().take(pairs, scale, divided_before)
 
     def zero_grad(self, drop: bool) -> None:
         """As Carrier's."""
@@ -337,13 +337,13 @@ class InMasters(Carrier):
             masters or [(p, m) for p, m in self.pairs() if m is not p and m.grad is not None]
         )
 
-    def take(self, pairs: Pairs, scale: float, settled: set[Tensor]) -> Pairs:
+    def take(self, pairs: Pairs, scale: float, divided_before: set[Tensor]) -> Pairs:
         """As Carrier's."""
         if self._replaced.seen != ReplacedCheck.assignments:
             self._replaced.check_assigned(self.masters.model_infos())
         if not self._replaced.had_gradient:
             self._replaced.check_gradients(self.params(), self.masters.model_infos)
-        return super().take(pairs, scale, settled)
+        return super().take(pairs, scale, divided_before)
 
     def foreign(self) -> list[Tensor]:
         """As Carrier's; and parameters whose masters have no gradient."""
@@ -377,13 +377,15 @@ def carrier_for(optimizer: Optimizer) -> Carrier:
 
 
 @torch.no_grad()
-def collect(carriers: Sequence[Carrier], scale: float, settled: Iterable[Tensor] = ()) -> Pairs:
+def collect(
+    carriers: Sequence[Carrier], scale: float, divided_before: Iterable[Tensor] = ()
+) -> Pairs:
     """Divides gradients by the scale; each once, also where optimizers share it.
 
-    settled: parameters whose gradients are divided already. Returns the parameters and masters for
-    which this is the first loss.
+    divided_before: parameters whose gradients are divided already. Returns the parameters and
+    masters for which this is the first loss.
     """
-    done, first = set(settled), []
+    done, first = set(divided_before), []
     own = [(each, each.pairs()) for each in carriers]
     # Masters copy gradients before others change them. What an optimizer of torch shares with one
     # of amp_mp is divided in its own dtype, which torch's needs.

@@ -144,14 +144,14 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         """
         scales = self._scales()
         waiting = [scale for scale in scales.values() if scale is not None]
-        settled = [param for param, scale in scales.items() if scale is None]
-        self._collect(waiting[0] if waiting else self.loss_scale, settled)
+        divided_before = [param for param, scale in scales.items() if scale is None]
+        self._collect(waiting[0] if waiting else self.loss_scale, divided_before)
 
     def _scales(self) -> dict[Tensor, float | None]:
         """Of the noted gradients: what each is still to be divided by; None for true ones."""
         return _C.gradient_scales(self._carrier.params())
 
-    def _collect(self, scale: float, settled: Sequence[Tensor] = ()) -> None:
+    def _collect(self, scale: float, divided_before: Sequence[Tensor] = ()) -> None:
         if self._checks:
             totals = reduction.totals_of(model_groups([self._carrier]))
             self.overflow, self._max_abs = gradients.overflow_in(totals, scale)
@@ -159,7 +159,7 @@ class FP16_Optimizer(OptimizerAround):  # noqa: N801 (Apex's name)
         if self._checks and self.overflow:
             _C.note_gradients(self._carrier.params(), scale)  # the next loss adds to them
         else:
-            self._complete_gradients(collect([self._carrier], scale, settled))
+            self._complete_gradients(collect([self._carrier], scale, divided_before))
 
     def _complete_gradients(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """For subclasses: adds terms to true gradients, once however many losses add up.
