@@ -22,8 +22,8 @@ struct SGD;
 
 namespace amp_mp::cuda {
 
-// Index of a slot's arrays in its tag. kSecond is the second array of a master, or the copy to write
-// of a float32 weight; a slot never has both.
+// Index of a slot's arrays in its tag. kSecond is the second array of a master, or the copy to
+// write of a float32 weight; a slot never has both.
 enum SlotArray { kGrad, kSecond, kMaster, kState0 };
 
 constexpr int kFormatBits = 5;

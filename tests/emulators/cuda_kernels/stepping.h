@@ -15,9 +15,9 @@ void step_on_cpu(const RuleInfo& rule, const std::vector<Slot>& slots,
 }
 
 const char* step_on_cuda(const RuleInfo& rule, const std::vector<Slot>& slots,
-                         const std::vector<Hyper>& hypers, const Criteria* inputs,
-                         Verdict* verdict, const cuda::SpanSums& grads,
-                         const cuda::SpanSums& weights, const NormInputs& norms) {
+                         const std::vector<Hyper>& hypers, const Criteria* inputs, Verdict* verdict,
+                         const cuda::SpanSums& grads, const cuda::SpanSums& weights,
+                         const NormInputs& norms) {
   const cuda::StepPlan plan = plan_of(rule, slots, hypers);
   const bool is_short = cuda::is_short(plan);
   OwnTable own(is_short ? 0 : slots.back().row + 1, is_short ? 0 : slots.back().group + 1);
