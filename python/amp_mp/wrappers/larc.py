@@ -130,8 +130,8 @@ def _refuse_too_late(optimizer: Optimizer) -> None:
         )
     if stepper_of(optimizer).release is not None:
         raise ValueError(
-            "optimizer is attached to the backward pass, in which LARC has no part: remove() the "
-            "attachment, or use amp.optim.LARS(clip=True)"
+            "optimizer is attached to the backward pass, in which LARC has no part: call remove() "
+            "of what attach() has returned, or use amp.optim.LARS(clip=True)"
         )
 
 

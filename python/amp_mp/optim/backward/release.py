@@ -77,9 +77,9 @@ class Release(AbstractContextManager["Release"]):
         ref = weakref.ref(self)  # a model may outlive its optimizer
 
         def hook(param: Tensor) -> None:
-            attachment = ref()
-            if attachment is not None and param.grad is not None:
-                attachment._arrive(param)
+            release = ref()
+            if release is not None and param.grad is not None:
+                release._arrive(param)
 
         for param in model.parameters():
             if param in own and param.requires_grad:
