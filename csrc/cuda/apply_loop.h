@@ -150,7 +150,7 @@ __device__ __forceinline__ void apply_chunk(const SlotEntry* entries, const Chun
     own.step(rule, multiplier);
     const View<Rule, Layout> to = slot.again();
     const Randomness bytes = Layout == kAnyTag ? to.randomness() : randomness;
-    const bool notes = kNotes && to.entry.changes;
+    [[maybe_unused]] const bool notes = kNotes && to.entry.changes;
     [[maybe_unused]] Numbers before = {};
     if constexpr (kNotes)
       if (kKeepsNumbers<Layout> || notes) before = numbers_of<Layout>(to, own.master, at, n, whole);
