@@ -236,13 +236,37 @@ class WholeStatistics:
 
         RuntimeError where tensors that are neither split nor of process_groups differ.
         """
-        sums = {key: _added(own) for key, own in _taken(rows, self._places).items()}
         compares = self._is_to_compare()
-        return self._over_others(self._over_meshes(sums, self._gather, compares), compares)
+        sums = self._over_meshes(self._sums(rows), self._gather, compares)
+        return self._over_others(sums, compares)
+
+    def _sums(self, rows: Tensor) -> dict[Key, Tensor]:
+        """The sum of the rows of each key, [1, 3 k]."""
+        return {
+            key: _added(rows if own is None else rows[own]) for key, own in self._places.items()
+        }
 
     def of_whole(self, rows: Tensor) -> Tensor:
         """The rows of the whole tensors. rows: [n, 3 k], k statistics of each tensor's shard."""
-        return _put_back(rows, self._places, self._over_meshes(_taken(rows, self._places)))
+        return self._whole(rows, self._places)
+
+    def _whole(
+        self,
+        rows: Tensor,
+        places: dict[Key, Tensor | None],
+        gather: Gather | None = None,
+        compares: bool = False,
+    ) -> Tensor:
+        """The rows with those of split tensors in the place of their shards'; as _over_meshes."""
+        split = {key: own for key, own in places.items() if not key.isdisjoint(self._meshes)}
+        taken = {
+            key: rows if own is None else rows[own]
+            for key, own in (places if gather else split).items()
+        }
+        added = self._over_meshes(taken, gather, compares)
+        for key, own in split.items():
+            rows = added[key] if own is None else rows.index_copy(0, own, added[key])
+        return rows
 
     def _over_meshes(
         self, rows: dict[Key, Tensor], gather: Gather | None = None, compares: bool = False
@@ -258,15 +282,15 @@ class WholeStatistics:
             if not due:
                 continue
             complete = [key for key in rows if key <= done] if gather else []
-            own = [rows[key] for key in due] + [_added(rows[key]) for key in complete]
-            parts = (gather or _all_gather)(torch.cat(own), self._meshes[name])
-            end = parts.shape[1] - len(complete)
+            own = _joined([rows[key] for key in due + complete])
+            parts = (gather or _all_gather)(own, self._meshes[name])
+            sizes = [len(rows[key]) for key in due]
+            end = sum(sizes)
             if compares and complete:
                 self._compare(parts[:, end:])
-            added = _over_processes(parts[:, :end]).split_with_sizes(
-                [len(rows[key]) for key in due]
-            )
-            rows = rows | dict(zip(due, added, strict=True))
+            added = _over_processes(parts[:, :end])
+            each = added.split_with_sizes(sizes) if len(due) > 1 else [added]
+            rows = rows | dict(zip(due, each, strict=True))
             done.add(name)
         return rows
 
@@ -284,7 +308,7 @@ class WholeStatistics:
             name = min(waiting, key=lambda each: sum(each in key for key in left))
             due = [key for key in left if name in key]
             own = [self._sum(left.pop(key)) for key in due] + [self._sum(left[COMPLETE])]
-            parts = self._gather(torch.cat(own), waiting.pop(name))
+            parts = self._gather(_joined(own), waiting.pop(name))
             if compares:
                 self._compare(parts[:, -1:], parts[:, :-1])
             for key, row in zip(due, _over_processes(parts[:, :-1]), strict=True):
@@ -397,10 +421,9 @@ class WholeStatistics:
         """As `totals`, with a row for each whole tensor, for the gradients and for the masters."""
         rows = torch.cat([self._all(found), self._all(weights)], 1)
         compares = self._is_to_compare()
-        whole = self._over_meshes(_taken(rows, self._places), self._gather, compares)
-        both = _put_back(rows, self._places, whole)
+        both = self._whole(rows, self._places, self._gather, compares)
         grads, masters = both[:, :3].contiguous(), both[:, 3:].contiguous()
-        sums = {key: _added(own[:, :3]) for key, own in whole.items()}
+        sums = self._sums(grads) if self._others else {COMPLETE: _added(grads)}
         total = self._over_others(sums, compares)
         return self._split(grads, total), self._split(masters, torch.zeros_like(total))
 
@@ -414,7 +437,7 @@ class WholeStatistics:
 
         def updates(rows: Tensor) -> Tensor:
             every = self._spread(rows, place)
-            whole = _put_back(every, places, self._over_meshes(_taken(every, places)))
+            whole = self._whole(every, places)
             return (whole if place is None else whole[place]).to(rows.device)
 
         return updates
@@ -541,14 +564,9 @@ def _warn_of_copies(parts: Tensor) -> None:
             )
 
 
-def _taken(rows: Tensor, places: dict[Key, Tensor | None]) -> dict[Key, Tensor]:
-    return {key: rows if place is None else rows[place] for key, place in places.items()}
-
-
-def _put_back(rows: Tensor, places: dict[Key, Tensor | None], taken: dict[Key, Tensor]) -> Tensor:
-    for key, place in places.items():
-        rows = taken[key] if place is None else rows.index_copy(0, place, taken[key])
-    return rows
+def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, but for one tensor, of which it would make a copy: a launch on a GPU."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def _added(rows: Tensor) -> Tensor:
@@ -556,7 +574,7 @@ def _added(rows: Tensor) -> Tensor:
     if len(rows) == 1:
         return rows
     each = rows.view(len(rows), -1, 3).unbind(1)
-    return torch.cat([_C.combine(own.contiguous())[-1:] for own in each], 1)
+    return _joined([_C.combine(own.contiguous())[-1:] for own in each], 1)
 
 
 def _over_processes(parts: Tensor) -> Tensor:

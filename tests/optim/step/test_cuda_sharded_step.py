@@ -94,12 +94,12 @@ KINDS: dict[str, Callable[[list[Any]], Step]] = {
 }
 # Kernels more than the plain step: amp_mp's, and torch's without the copies of the collectives.
 MEASURING = {"fsdp": (2, 6), "hsdp": (2, 6), "tp": (3, 13), "tp fsdp": (3, 17)}
-LAYERS = {"fsdp": (3, 12), "hsdp": (3, 12), "tp": (3, 14), "tp fsdp": (3, 18)}
+LAYERS = {"fsdp": (3, 12), "hsdp": (3, 12), "tp": (3, 16), "tp fsdp": (3, 21)}
 MORE = {
     "neither": dict.fromkeys(MEASURING, (0, 0)),
     **dict.fromkeys(["clips", "checks", "scaled"], MEASURING),
     **dict.fromkeys(["LARS", "NovoGrad"], LAYERS),
-    "LAMB": {"fsdp": (4, 16), "hsdp": (4, 16), "tp": (4, 20), "tp fsdp": (4, 28)},
+    "LAMB": {"fsdp": (4, 16), "hsdp": (4, 16), "tp": (4, 20), "tp fsdp": (4, 30)},
     "torch's AdamW": {"fsdp": (1, 8), "hsdp": (1, 8)},  # torch's refuses to mix plain and DTensors
 }
 
