@@ -25,7 +25,7 @@ FILES = {
     "casting/test_cuda_cast_streams": 4,
     "contract/test_cuda_scripts_on_any_streams": 6,
     "grad_scaler/test_cuda_graph_splits": 15,
-    "grad_scaler/test_cuda_stream_memory": 28,
+    "grad_scaler/test_cuda_stream_memory": 26,
     "optim/step/test_cuda_dropped_memory": 36,
     "casting/test_weight_writes": 18,
     "model/test_average_in_use": 30,
