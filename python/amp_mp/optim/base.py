@@ -29,11 +29,7 @@ from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
-from amp_mp.optim.step.params import (
-    drop_repeats,
-    refuse_sphere,
-    refuse_zero,
-)
+from amp_mp.optim.step.params import drop_repeats, refuse_zero
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.param_groups import labelled, params_in
 from amp_mp.scaling.norm_spike import NormSpike
@@ -240,13 +236,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             check_scatter(group)
             self._complete(group)
             _C.refuse_params(group, number)
-            directions = self._rule_of(group).directions
-            is_on_sphere = "hyperball" in self._own_defaults and group["hyperball"]
-            for param, label in labelled(group, number) if directions or is_on_sphere else ():
-                if directions is not None:
-                    directions.refuse(group, param, label)
-                if is_on_sphere:
-                    refuse_sphere(param, label, param.requires_grad)
+            labels = labelled(group, number)
+            self._stepper.refuse_shapes(self._rule_of(group), group, labels, is_new=True)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

@@ -36,6 +36,11 @@ class Directions(NamedTuple):
     numbers: Callable[[Group, Shape], dict[str, float]]
     make: Callable[[Sequence[tuple[Tensor, Group]]], MakeUpdates]
 
+    def matrices(self, group: Group, param: Tensor) -> tuple[Shape, dict[str, float]]:
+        """The shape of a parameter's matrices, and what Hyper has for such."""
+        shape = self.shape_of(group, param)
+        return shape, self.numbers(group, shape)
+
 
 class Rule(_C.Rule):
     """An update rule: a header of csrc/core/rules declares it, and ends with its operator's name.

@@ -199,7 +199,12 @@ class Release(AbstractContextManager["Release"]):
         rules, groups, states = self._stepper.group_rules(), optimizer.param_groups, optimizer.state
         if bucket is None or not bucket.is_of(rules, groups, states):
             self._stepper.check(rules)
-            known = self._stepper.info(rules)
+            # This parameter alone: all of them for each would be the square of their number.
+            rule, group, matrices = rules[info.group], groups[info.group], {}
+            self._stepper.refuse_shapes(rule, group, [(param, info.label)])
+            if rule.directions is not None:
+                matrices[info.tensor_index] = rule.directions.matrices(group, param)
+            known = _C.GroupInfo(self._stepper.own_keys, matrices)
             bucket = self._buckets[param] = _C.Bucket(rules, groups, states, known, param, *info)
             set_updates(bucket)
         return bucket

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -143,6 +143,8 @@ class Stepper:
         if gathered is not None and gathered.is_current(rules, groups, states):
             return gathered
         self.check(rules)
+        for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
+            self.refuse_shapes(rule, group, labelled(group, index))
         self._gathered = self._whole = None
         gathered = self.native.gather(rules, groups, states, self.info(rules))
         for bucket in gathered.buckets:
@@ -172,7 +174,7 @@ class Stepper:
                 )
         for index, (rule, group) in enumerate(zip(rules, groups, strict=True)):
             try:
-                self._check_group(rule, group, index)
+                self._check_group(rule, group)
             except ValueError as error:
                 raise ValueError(f"param_group {index}: {error}") from None
         offload = [group.get("offload") for group in groups]
@@ -184,7 +186,7 @@ class Stepper:
                 raise RuntimeError("offload cannot change: a captured graph holds these arrays")
         self._memory, self._offload = given, offload
 
-    def _check_group(self, rule: Rule, group: Group, index: int) -> None:
+    def _check_group(self, rule: Rule, group: Group) -> None:
         check_choices(group)
         for name, kind in {"master": "master", **rule.kinds}.items():
             if group[name] not in KINDS[kind]:
@@ -192,12 +194,22 @@ class Stepper:
         directions = rule.directions
         if directions is not None:
             directions.check(group)
+
+    def refuse_shapes(
+        self, rule: Rule, group: Group, params: Iterable[tuple[Tensor, str]], is_new: bool = False
+    ) -> None:
+        """Raises ValueError, by name, for parameters of shapes that the rule cannot step.
+
+        params: some of the param_group's, with their labels. is_new: whether the group is being
+        added; refuse_sphere then asks more.
+        """
+        directions = rule.directions
         is_on_sphere = "hyperball" in self.own_keys and group.get("hyperball")
-        for param, label in labelled(group, index) if directions or is_on_sphere else ():
+        for param, label in params if directions or is_on_sphere else ():
             if directions is not None:
                 directions.refuse(group, param, label)
             if is_on_sphere:
-                refuse_sphere(param, label, False)
+                refuse_sphere(param, label, is_new and param.requires_grad)
 
     def info(self, rules: list[Rule]) -> _C.GroupInfo:
         """What the native step has to know of the param_groups besides what they hold."""
@@ -205,8 +217,7 @@ class Stepper:
         for rule, group in zip(rules, self.optimizer.param_groups, strict=True):
             if (directions := rule.directions) is not None:
                 for at, param in enumerate(_C.params_of(group), number):
-                    shape = directions.shape_of(group, param)
-                    matrices[at] = shape, directions.numbers(group, shape)
+                    matrices[at] = directions.matrices(group, param)
             number += len(group["params"])
         return _C.GroupInfo(self.own_keys, matrices)
 
