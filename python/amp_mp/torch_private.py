@@ -188,6 +188,13 @@ def fsdp_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
+def composable_keys() -> tuple[str, str]:
+    """The attributes in which fully_shard leaves its state in a module."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    return STATE_KEY, REGISTRY_KEY
+
+
 def has_sharded_modules() -> bool:
     """Whether there are modules of fully_shard; imports nothing."""
     states = sys.modules.get("torch.distributed._composable_state")

@@ -122,7 +122,6 @@ def test_prepare_for_another_dtype_starts_from_the_float32_shards(ranks: Ranks) 
         ("part", ["model.weight belongs to a fully_shard unit", "whole model"]),
         ("late", ["Linear.weight", "Shard the float32 model first", "(7, 6)"]),
         ("late step", ["Linear.weight", "Shard the float32 model first", "(7, 6)"]),
-        ("average", ["model is sharded", "AveragedModel"]),
     ],
 )
 def test_what_cannot_be_prepared_is_refused_by_name(

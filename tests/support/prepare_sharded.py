@@ -134,7 +134,6 @@ def refusals() -> Found:
         "part": message(lambda: amp.prepare(whole[2], BF16)),
         "late": message(lambda: refuse_lost(late[0].weight)),
         "late step": message(lambda: step_after(late)),
-        "average": message(lambda: amp.AveragedModel(whole)),
     }
     unchanged = locals_of(mixed)
     return {

@@ -16,10 +16,17 @@ from torch.optim import Optimizer
 
 from amp_mp import _C
 from amp_mp.checkpoint import local_part, model_part, optimizer_part, places
-from amp_mp.checkpoint.contents import PREVIOUS, Contents, rebuilt, with_structure
+from amp_mp.checkpoint.contents import (
+    PREVIOUS,
+    Contents,
+    empty_like,
+    rebuilt,
+    with_structure,
+)
 from amp_mp.checkpoint.processes import all_or_none, run, this_rank
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.param_groups import params_in
+from amp_mp.sharding.shards import is_dtensor
 from amp_mp.torch_private import EXTRA_STATE
 
 INCOMPLETE = ".incomplete"  # added to a checkpoint's name until all of it is written
@@ -191,7 +198,7 @@ def load(
         template = partial(optimizer_part.template, contents)
         states = {n: template(n, p, n not in names, p in away) for n, p in params.items()}
         others = [*contents.others, *(contents.groups if groups else ())]
-        rest = contents.empty(others)
+        rest = contents.empty(others) | (_shards_of(contents, more) if more else {})
         reading = Reading(contents, params, targets, groups, names, weights, states, rest)
     if strict:
         surplus, other_states = (set.intersection(*each) for each in zip(*told, strict=True))
@@ -246,6 +253,18 @@ def _refuse_other_layout(
         own = each.named_parameters() if isinstance(each, nn.Module) else ()
         tensors |= {f"{item}.{name}": (f"{item}.{name}", param) for name, param in own}
     places.refuse_other_layout(contents.places, tensors, places.groups_of(optimizer))
+
+
+def _shards_of(contents: Contents, more: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By key, a tensor to read into for each DTensor of the modules in `more`, split as it is."""
+    found: dict[str, Tensor] = {}
+    for item, each in more.items():
+        own = each.state_dict() if isinstance(each, nn.Module) else {}
+        for name, value in own.items():
+            entry = contents.tensors.get(f"{item}.{name}")
+            if entry is not None and is_dtensor(value) and entry.size == value.shape:
+                found |= empty_like(value, {f"{item}.{name}": entry.properties.dtype})
+    return found
 
 
 def _way_back(each: Any) -> Callable[[], None]:

@@ -4,7 +4,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.model.changes import noting
-from amp_mp.model.sharded import refuse_sharded
+from amp_mp.model.sharded import copy_of, reshard
 from amp_mp.optim.state import kept_masters
 from amp_mp.optim.state.stored_formats import split_name
 from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.param_groups import params_in, stepped_params
+from amp_mp.sharding.shards import is_dtensor, is_placed_as, like, local_of, locals_of
 
 FORMAT = "split32"  # of an average of low-precision weights
 
@@ -56,8 +56,11 @@ class AveragedModel(nn.Module):
     `n_averaged` counts the updates, on the CPU, so that no update waits for a GPU. The state dict
     has all of it but decay and model; copies have no model: call `follow`.
     Parameters of other dtypes than float32, float16 and bfloat16 are averaged in their own,
-    integers copied. Raises TypeError or ValueError for arguments of another kind or out of range,
-    and for sharded models.
+    integers copied. Raises TypeError or ValueError for arguments of another kind or out of range.
+
+    Of a model sharded by fully_shard, parallelize_module or both, each process averages its own
+    shards and sends nothing: the averages are DTensors placed as the weights. Make it after the
+    model was sharded. What fully_shard has sharded runs in `swap` alone.
     """
 
     n_averaged: Tensor
@@ -79,10 +82,9 @@ class AveragedModel(nn.Module):
             _decay_number(decay)
         elif warmup:
             raise ValueError(f"warmup=True needs a number as decay, such as 0.999, found {decay!r}")
-        refuse_sharded(model, "AveragedModel takes models that are whole on each process")
         self.decay, self.warmup, self.use_buffers = decay, warmup, use_buffers
         self.follow(model, optimizer)
-        self.module = deepcopy(model).requires_grad_(False)
+        self.module = copy_of(model).requires_grad_(False)
         kept_masters.unwatched.difference_update(self.module.modules())
         for param in self.module.parameters():
             kept_masters.drop(param)  # a remainder takes its place
@@ -91,7 +93,7 @@ class AveragedModel(nn.Module):
         self.register_buffer("n_averaged", torch.tensor(0))
         self.remainders = nn.Module()
         averaged = [(n, average) for n, average in self._averaged() if average.dtype in NATIVE]
-        _C.check_weights([average for _, average in averaged], [name for name, _ in averaged])
+        _C.check_weights([local_of(t) for _, t in averaged], [name for name, _ in averaged])
         for name, average in averaged:
             if average.dtype in LOW_PRECISION:
                 key = name.replace(".", "/")  # a name in a module has no dots
@@ -154,6 +156,7 @@ class AveragedModel(nn.Module):
         the model is called inside, or, after restoring the weights, where anything else wrote them.
         """
         model = self._following() if model is None else model
+        reshard(model)
         averages, live, _ = self._tensors(model)
         names = [name for name, _ in _named_tensors(model)]
         own = [tensor for tensor in live if isinstance(tensor, nn.Parameter)]
@@ -169,13 +172,14 @@ class AveragedModel(nn.Module):
         _C.round_written_masters(own)
         known = [(tensor, record) for tensor in live if (record := _C.weight_of(tensor))]
         unwritten = [(t, record) for t, record in known if record.is_unwritten(t)]
-        saved = [tensor.detach().clone() for tensor in live]
+        saved = [local_of(tensor).detach().clone() for tensor in live]
         written: list[str] = []
 
         def restore() -> None:
             """Restores the weights; after an interrupt it is called again, and goes on."""
             if not saved:
                 return
+            reshard(model)  # a forward has gathered averages
             _write(live, saved)
             _C.used_on_current_stream(saved)
             for tensor, record in unwritten:
@@ -188,7 +192,7 @@ class AveragedModel(nn.Module):
         try:
             try:
                 loan.borrow("swap()")
-                _write(live, averages)
+                _write(live, locals_of(averages))
                 stamps = [_C.Stamp(tensor) for tensor in live]
                 yield model
                 # Buffers may be written: a norm's statistics.
@@ -224,7 +228,8 @@ class AveragedModel(nn.Module):
                 continue
             tensor, remainder = value.detach(), remainders.get(id(value))
             if remainder is not None:
-                tensor = _C.decode(tensor, remainder, split_name(FORMAT, tensor.dtype))
+                form = split_name(FORMAT, tensor.dtype)
+                tensor = like(_C.decode(local_of(tensor), local_of(remainder), form), tensor)
             dtype = torch.float32 if tensor.dtype in LOW_PRECISION else tensor.dtype
             made[id(value)] = tensor.to(dtype, copy=True)
         return {name: made[id(value)] for name, value in found.items()}
@@ -259,10 +264,18 @@ class AveragedModel(nn.Module):
                     f"{average.dtype} of shape {tuple(average.shape)}; make the AveragedModel "
                     "after amp_mp.prepare and every other change"
                 )
+            if (is_dtensor(average) or is_dtensor(tensor)) and not is_placed_as(average, tensor):
+                name = _named_tensors(self.module)[index][0]
+                raise ValueError(
+                    f"model: {name} {_place(tensor)}, and its average {_place(average)}; make the "
+                    "AveragedModel after fully_shard and parallelize_module, and load the state of "
+                    "this one into it with amp_mp.checkpoint"
+                )
         return own, live, len(own if self.use_buffers else params)
 
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
+        reshard(model)
         averages, live, moving = self._tensors(model)
         _C.refuse_borrowed(live, "an update", reads=True)
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):
@@ -276,10 +289,12 @@ class AveragedModel(nn.Module):
 
     def _write(self, averages: list[Tensor], live: list[Tensor], moving: int, decay: float) -> None:
         """Moves the first `moving` averages towards the live tensors, and copies the others."""
-        remainders = iter(self.remainders._buffers.values())  # buffers() takes microseconds each
+        # buffers() takes microseconds each
+        remainders = iter(locals_of(self.remainders._buffers.values()))
         optimizers = [each for ref in self._optimizers if (each := ref()) is not None]
         stepped = stepped_params(optimizers)
         beside = _C.masters_beside(live, [tensor in stepped for tensor in live])
+        averages, live = locals_of(averages), locals_of(live)
         native: dict[torch.device, list[tuple[Any, ...]]] = defaultdict(list)
         for index, (average, value, master) in enumerate(zip(averages, live, beside, strict=True)):
             moves, dtype = index < moving, average.dtype
@@ -330,7 +345,18 @@ def _decay_number(decay: Any) -> float:
     return float(decay)
 
 
+def _place(tensor: Any) -> str:
+    if not is_dtensor(tensor):
+        return "is whole on each process"
+    mesh = tuple(tensor.device_mesh.shape)
+    return f"is split as {tensor.placements} over a mesh of {mesh} processes"
+
+
 @torch.no_grad()
 def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Writes values, those of this process, into tensors or the memory of DTensors."""
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+        local = local_of(tensor)
+        local.copy_(value)
+        if local is not tensor:
+            torch.autograd.graph.increment_version(tensor)

@@ -1,13 +1,14 @@
-"""Sharded models while they are converted: what FSDP2 allows, and when."""
+"""Sharded models while they are converted or copied: what FSDP2 allows, and when."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_mp.sharding.shards import is_dtensor
 from amp_mp.sharding.units import check_open, units_of
+from amp_mp.torch_private import composable_keys, has_sharded_modules
 
 
 def update_units(model: nn.Module) -> None:
@@ -63,9 +64,56 @@ def _access(name: str) -> str:
     return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 
 
-def refuse_sharded(model: nn.Module, what: str) -> None:
-    """Raises ValueError where a model has a DTensor or is a module of fully_shard."""
-    for name, module in model.named_modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if hasattr(module, "_get_fsdp_state") or any(map(is_dtensor, own)):
-            raise ValueError(f"model{name and '.' + name} is sharded: {what}")
+def reshard(model: nn.Module) -> None:
+    """Has FSDP2 put the shards back in the place of parameters that it has gathered.
+
+    Those of the root stay gathered after a forward. A model without them is left as it is.
+    """
+    if has_sharded_modules():
+        for module in model.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()  # type: ignore[operator]
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deepcopy of a model, whose shards stay shards of the same processes.
+
+    torch copies no module of fully_shard. The copy of one has the class that it had before, no
+    hooks of FSDP2, and raises RuntimeError in forward, where nothing would gather its shards.
+    """
+    reshard(model)
+    own = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    memo: dict[int, Any] = {}  # what stays the same object
+    for state in [module._get_fsdp_state() for module in own]:  # type: ignore[operator]
+        memo[id(state)] = state
+    kinds = [type(module) for module in own]
+    try:
+        for module, kind in zip(own, kinds, strict=True):
+            module.__class__ = kind.__bases__[-1]
+        made = deepcopy(model, memo)
+    finally:
+        for module, kind in zip(own, kinds, strict=True):
+            module.__class__ = kind
+    for module in made.modules() if own else ():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks"):
+                for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                    del hooks[key]
+    for module in own:
+        twin = memo[id(module)]
+        for name in composable_keys():
+            vars(twin).pop(name, None)
+        twin.register_forward_pre_hook(_refuse_forward)
+    return made
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)  # load_state_dict's hooks are wrapped
+    return getattr(function, "__module__", "").startswith("torch.distributed.fsdp.")
+
+
+def _refuse_forward(module: nn.Module, _: Any) -> None:
+    raise RuntimeError(
+        f"this {type(module).__name__} has the averages of a module of fully_shard, in shards that "
+        "no forward gathers; call the model itself inside of `with averaged.swap() as model`"
+    )
