@@ -39,7 +39,7 @@ def params_of(count: int, size: int, mesh: Any, dtype: torch.dtype) -> list[Any]
 
 def ours(mesh: Any, count: int, size: int, **options: Any) -> Callable[[], None]:
     params = params_of(count, size, mesh, torch.bfloat16)
-    return amp.optim.AdamW(params, **options).step
+    return amp.optim.AdamW(params, check_overflow=False, **options).step
 
 
 def theirs(mesh: Any, count: int, size: int) -> Callable[[], None]:

@@ -75,13 +75,19 @@ def our_step(
 
 
 def passes(sizes: list[int], device: str, dtype: torch.dtype = torch.bfloat16) -> list[Candidate]:
-    """amp_mp's passes alone: the update in every format, measuring in every dtype."""
+    """amp_mp's passes alone: the update in every format, measuring in every dtype.
+
+    And the update with what a step does by default, which is to look for inf and NaN.
+    """
     total = sum(sizes)
     found = []
     for memory, each in STEP_BYTES.items():
-        optimizer = amp.optim.AdamW(weights(sizes, device, dtype), lr=1e-4, memory=memory)
-        name = f"  AdamW.step alone, {memory}"
-        found.append(Candidate(name, optimizer.step, round(each * total)))
+        for checks in (False, True):
+            model = weights(sizes, device, dtype)
+            optimizer = amp.optim.AdamW(model, lr=1e-4, memory=memory, check_overflow=checks)
+            name = f"  AdamW.step {'checked' if checks else 'alone'}, {memory}"
+            moved = round((each + checks * MEASURE_BYTES) * total)
+            found.append(Candidate(name, optimizer.step, moved))
     for measured, width in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)):
         grads = [p.grad.to(measured) for p in weights(sizes, device)]
         name = f"  measure alone, {str(measured).removeprefix('torch.')}"

@@ -5,6 +5,7 @@ Each function says why no argument can tell.
 
 import sys
 from types import FrameType
+from typing import Any
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 INNER = ("amp_mp", "torch", "contextlib")
@@ -18,9 +19,16 @@ def lightning_asks() -> bool:
     return _modules()[1].split(".")[0] in LIGHTNING
 
 
-def is_inside_zero_redundancy() -> bool:
-    """Whether a ZeroRedundancyOptimizer is making an optimizer; it passes on what a user gave."""
-    return "torch.distributed.optim.zero_redundancy_optimizer" in _modules()
+def zero_redundancy_group() -> Any:
+    """The process group of the ZeroRedundancyOptimizer that is making an optimizer, or None.
+
+    It passes on what a user gave, and not its group; as an option the group would be in its state
+    dict, which no file could hold.
+    """
+    for frame in _frames():
+        if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
+            return getattr(frame.f_locals.get("self"), "process_group", None)
+    return None
 
 
 def level_outside() -> int:
@@ -35,9 +43,14 @@ def level_outside() -> int:
 
 def _modules() -> list[str]:
     """The modules of the stack frames, outwards from the caller of the function that calls this."""
+    return [frame.f_globals.get("__name__") or "" for frame in _frames()][1:]
+
+
+def _frames() -> list[FrameType]:
+    """The stack frames, outwards from the caller of the function that calls this."""
     frame: FrameType | None = sys._getframe(2)
     found = []
     while frame is not None:
-        found.append(frame.f_globals.get("__name__") or "")
+        found.append(frame)
         frame = frame.f_back
     return found

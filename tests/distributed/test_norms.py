@@ -66,9 +66,9 @@ def adamw(params: list[Any], **options: Any) -> Any:
 
 # A step of each, and its collectives for each set of ranks over which a parameter is split.
 STEPS: dict[str, tuple[Callable[[list[Any]], Any], int]] = {
-    "neither": (adamw, 0),
+    "neither": (partial(adamw, check_overflow=False), 0),
     "clips": (partial(adamw, max_grad_norm=1.0), 1),
-    "checks": (partial(adamw, check_overflow=True), 1),
+    "checks": (adamw, 1),
     "scaled": (scaled(amp.optim.AdamW), 1),
     "scaled and clips": (scaled(partial(amp.optim.AdamW, max_grad_norm=1.0)), 1),
     "scaled, torch's": (scaled(partial(torch.optim.AdamW, foreach=False)), 1),
@@ -76,7 +76,7 @@ STEPS: dict[str, tuple[Callable[[list[Any]], Any], int]] = {
     "LARS clips": (lambda params: amp.optim.LARS(params, lr=0.1, max_grad_norm=1.0).step, 1),
     "NovoGrad": (lambda params: amp.optim.NovoGrad(params, lr=0.1).step, 1),
     "LAMB": (lambda params: amp.optim.LAMB(params, lr=0.1).step, 2),
-    "LARC": (lambda params: amp.apex.parallel.LARC(amp.optim.SGD(params, lr=0.1)).step, 1),
+    "LARC": (lambda params: amp.apex.parallel.LARC(amp.optim.SGD(params, lr=0.1)).step, 2),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import warnings
 from pathlib import Path
@@ -37,8 +38,8 @@ def weights(optimizer_class: Any, zero: bool, **options: Any) -> list[Any]:
     model = Bag(SHAPES, LOW)
     params = list(model.parameters())
     if zero:
-        groups = {"process_groups": dist.group.WORLD}
-        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, **groups, **options)
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class, **options)
+        torch.save(optimizer.param_groups, io.BytesIO())  # which no process group allows
     else:
         optimizer = optimizer_class(params, **options)
     found = []
@@ -51,8 +52,8 @@ def weights(optimizer_class: Any, zero: bool, **options: Any) -> list[Any]:
     return found
 
 
-def compare(name: str, preset: str) -> list[bool]:
-    kind, options = getattr(amp.optim, name), {"lr": 1e-2, "memory": preset, "max_grad_norm": 0.5}
+def compare(name: str, preset: str, more: dict[str, float]) -> list[bool]:
+    kind, options = getattr(amp.optim, name), {"lr": 1e-2, "memory": preset, **more}
     plain, zero = weights(kind, False, **options), weights(kind, True, **options)
     assert plain[NAN_AT] == plain[NAN_AT - 1], "the step with the NaN was not skipped"
     return [a == b for a, b in zip(plain, zero, strict=True)]
@@ -60,8 +61,12 @@ def compare(name: str, preset: str) -> list[bool]:
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "LAMB"])
 @pytest.mark.parametrize("preset", ["float32", "exact"])
-def test_zero_clips_and_skips_as_one_process(name: str, preset: str) -> None:
-    assert on_ranks(2, compare, name, preset) == [[True] * STEPS] * 2
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=["checks", "clips"])
+def test_zero_clips_and_skips_as_one_process(
+    name: str, preset: str, options: dict[str, float]
+) -> None:
+    """It takes the group of the ZeroRedundancyOptimizer that makes it."""
+    assert on_ranks(2, compare, name, preset, options) == [[True] * STEPS] * 2
 
 
 def prepared(zero: bool, **options: Any) -> list[Any]:
@@ -72,7 +77,7 @@ def prepared(zero: bool, **options: Any) -> list[Any]:
     ddp = DistributedDataParallel(model)
     own: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.5}
     if zero:
-        own |= {"process_groups": dist.group.WORLD, **options}
+        own |= options
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), amp.optim.AdamW, **own)
     else:
         optimizer = amp.optim.AdamW(model.parameters(), **own)
@@ -107,16 +112,6 @@ def test_what_torch_says_of_two_dtypes_is_in_the_docs() -> None:
         said = text.removeprefix("ValueError: ").partition(" but got")[0]
         assert said
         assert said in page
-
-
-def refused(**options: Any) -> str:
-    return error(ZeroRedundancyOptimizer, Bag(SHAPES, LOW).parameters(), amp.optim.AdamW, **options)
-
-
-@pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"check_overflow": True}])
-def test_zero_without_process_groups_is_refused(options: dict[str, Any]) -> None:
-    assert all("process_groups" in text for text in on_ranks(2, refused, **options))
-    assert on_ranks(2, refused) == ["", ""]  # without clipping each process may step alone
 
 
 def scaled(kind: Any, **options: Any) -> tuple[float, bool]:

@@ -128,12 +128,12 @@ def test_one_bad_element_anywhere_leaves_every_byte(
     assert optimizer.state[params[0]]["step"].item() == 4
 
 
-def test_nothing_is_checked_unless_something_asks(device: str) -> None:
+def test_gradients_are_checked_unless_nothing_asks(device: str) -> None:
     param = nn.Parameter(torch.ones(3, device=device))
     for arguments, skipped in (
-        ({}, False),
-        ({"check_overflow": True}, True),
-        ({"max_grad_norm": 1.0}, True),
+        ({}, True),
+        ({"check_overflow": False}, False),
+        ({"check_overflow": False, "max_grad_norm": 1.0}, True),
     ):
         optimizer = amp.optim.SGD([param], lr=0.0, **arguments)
         param.grad = torch.tensor([1.0, float("inf"), 1.0], device=device)

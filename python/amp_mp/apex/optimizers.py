@@ -28,6 +28,7 @@ ADAM = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8}
 LAMB_ARGUMENTS = ADAM | {"eps": 1e-6, "weight_decay": 0.01, "amsgrad": False, "adam_w_mode": True}
 LAMB_ARGUMENTS |= {"grad_averaging": True, "set_grad_none": True, "max_grad_norm": 1.0}
 LAMB_ARGUMENTS |= {"use_nvlamb": False}
+OPTIONS = {"check_overflow": False}  # Apex's optimizers step with whatever gradients they are given
 MODES = ("set_grad_none", "capturable", "adam_w_mode")
 NUMBERS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
@@ -54,6 +55,7 @@ class ApexOptimizer(FusedOptimizer):
     """What Apex's optimizers have in common beside amp_mp.optim's, whose options they take too.
 
     Low-precision parameters have masters whatever master_weights says (`master="none"` is without).
+    check_overflow is False by default, as in Apex.
     After a step under a loss scaler, and after scale_loss, gradients are the true ones.
 
     Args:
@@ -78,12 +80,16 @@ class ApexOptimizer(FusedOptimizer):
         kind = Parameter.POSITIONAL_OR_KEYWORD
         shown = signature(cls).parameters.values()
         own = [Parameter(name, kind, default=value) for name, value in cls._arguments.items()]
-        shared = [p for p in shown if p.kind is p.KEYWORD_ONLY and p.name not in cls._arguments]
+        shared = [
+            p.replace(default=OPTIONS.get(p.name, p.default))
+            for p in shown
+            if p.kind is p.KEYWORD_ONLY and p.name not in cls._arguments
+        ]
         cls.__signature__ = Signature([Parameter("params", kind), *own, *shared])  # type: ignore[assignment]
 
     def __init__(self, params: Any, *args: Any, **named: Any) -> None:
         bound = signature(type(self)).bind(params, *args, **named).arguments
-        given, needed = {**self._arguments, **bound}, {"amsgrad": False, **self._only}
+        given, needed = OPTIONS | self._arguments | bound, {"amsgrad": False, **self._only}
         if wrong := [n for n, value in needed.items() if n in given and given[n] != value]:
             found, wanted = (", ".join(f"{n}={v[n]!r}" for n in wrong) for v in (given, needed))
             message = f"{type(self).__name__} has no {found}: pass {wanted}"

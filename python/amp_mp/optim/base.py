@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import required
 
 from amp_mp import _C
-from amp_mp.callers import lightning_asks
+from amp_mp.callers import lightning_asks, zero_redundancy_group
 from amp_mp.optim.backward.release import Release, Scaler, attach
 from amp_mp.optim.options import (
     SHARED,
@@ -29,7 +29,7 @@ from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
 from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
-from amp_mp.optim.step.params import drop_repeats, refuse_zero
+from amp_mp.optim.step.params import drop_repeats
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.param_groups import labelled, params_in
 from amp_mp.scaling.norm_spike import NormSpike
@@ -43,6 +43,7 @@ PICKLED = (
     "skip_norm_above",
     "raise_after_skips",
     "check_overflow",
+    "_checks_each",
     "_amp_scaling",
     "_own_defaults",
     "_chosen",
@@ -75,10 +76,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = options.get("max_grad_norm")
         self.skip_norm_above = options.get("skip_norm_above")
         self.raise_after_skips = options.get("raise_after_skips")
-        self.check_overflow = options.get("check_overflow", False)
+        self.check_overflow = options.get("check_overflow", True)
+        self._checks_each = options.get("check_overflow") is True
         self._amp_scaling = options.get("amp_scaling", True)
         process_groups = checked_groups(options.get("process_groups"))
-        refuse_zero(self, process_groups)
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
         shared = {"maximize": False, "rounding": "nearest", "seed": 0, "offload": None}
@@ -89,6 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             defaults["norm_history"] = (0.0,) * 4
         self._own_defaults = tuple(defaults)  # torch adds others when it unpickles
         self._make_stepper()
+        if not process_groups and (group := zero_redundancy_group()):
+            self._stepper.process_groups = (group,)
         super().__init__(params, defaults)
 
     def __init_subclass__(cls) -> None:
@@ -108,6 +111,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _make_stepper(self) -> None:
         rules = self._rules, type(self)._rule_of
         self._stepper = self._stepper_class(self, *rules, self._own_keys())
+        self._stepper.checks_each = self._checks_each
 
     def _complete(self, group: Group) -> None:
         """Gives a param_group the numbers and formats that it lacks."""
@@ -329,6 +333,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Called by torch when it unpickles the optimizer, and when it loads a state dict."""
         super().__setstate__(state)
         if "_stepper" not in vars(self):  # being unpickled
+            vars(self).setdefault("_checks_each", self.check_overflow)  # as up to 0.3
             for group in (self.defaults, *self.param_groups):
                 if isinstance(named := group.get("process_groups"), GroupsOfRun):
                     group["process_groups"] = named.unpacked()

@@ -26,7 +26,10 @@ SHARED = """
             Default None.
         check_overflow: True skips a step with an inf or NaN gradient; so do clipping, loss scalers,
             LAMB, LARS and NovoGrad, which measure the gradients anyway. A skipped step leaves every
-            byte as it was. 25 in a row give one warning, which names the parameters. Default False.
+            byte as it was. The first gives a warning, and so do 25 in a row, which names the
+            parameters. False steps all the same, as torch does, and reads the gradients once less.
+            Default True; with `attach`, whose hooks see one gradient each, only where True is
+            passed.
         skip_norm_above: skips a step whose gradients' norm, before clipping, is above this number,
             or far above those before: amp_mp.scaling.NormSpike(sigmas=6, window=100). On all
             processes alike; no loss scale counts it as an overflow. Default None.
@@ -97,7 +100,7 @@ WHOLE = (*LIMITS, "check_overflow", "amp_scaling")
 # Accepted without effect, and not in signatures.
 WITHOUT_EFFECT = ("foreach", "fused", "capturable", "differentiable")
 STATES = tuple(StateFormats.__annotations__)
-DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": False, "amp_scaling": True}
+DEFAULTS: dict[str, Any] = {"maximize": False, "check_overflow": True, "amp_scaling": True}
 DEFAULTS |= {"rounding": "nearest", "seed": 0}
 # What the entries of param_groups may be, by name: a flag, any number, one that is not negative, or
 # one in an interval. csrc/core/rules declares those that rules read; the others choose a rule or

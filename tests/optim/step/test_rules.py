@@ -49,7 +49,7 @@ def check(
     ]
     params = [torch.nn.Parameter(w) for w in weights]
     kind, numbers = (RULES | OF_MATRICES)[rule]
-    optimizer = kind(params, **numbers, **storage)
+    optimizer = kind(params, **numbers, check_overflow=not special, **storage)
     states = state_names(optimizer)
     expected = [Expected(rule, p, n, states, **storage) for n, p in enumerate(params)]
     steps = TO_RECTIFY if kind is amp.optim.RAdam else STEPS

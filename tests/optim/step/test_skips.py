@@ -1,14 +1,17 @@
-"""Training that stands still because every step is skipped: one warning, naming the parameters."""
+"""Skipped steps are warned of: the first one, and many in a row, naming the parameters."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import NO_GRADIENT, warns
+from helpers import NO_GRADIENT, raw_bytes, warns
+from rules import KINDS
 from torch import nn
 
 import amp_mp as amp
@@ -31,15 +34,142 @@ def bad_gradients(model: nn.Module, bad: bool, value: float = float("nan")) -> N
             param.grad[1, 2] = value
 
 
-def warned(device: str, step: Callable[[bool], None], bad: list[bool]) -> list[str]:
-    """What steps with bad and good gradients warn of."""
+def warned(
+    device: str, step: Callable[[bool], None], bad: list[bool], what: str = "in a row"
+) -> list[str]:
+    """Which warnings with `what` in them steps with bad and good gradients give."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for each in bad:
             step(each)
             if device == "cuda":  # the report of a step is seen at the next one
                 torch.cuda.synchronize()
-    return [str(w.message) for w in found if "in a row" in str(w.message)]
+    return [str(w.message) for w in found if what in str(w.message)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", [*KINDS, "Muon"])
+def test_every_optimizer_skips_by_itself_and_says_so_once(
+    device: str, name: str, dtype: torch.dtype
+) -> None:
+    model = Net().to(device, dtype)
+    if name == "Muon":
+        optimizer: Any = amp.optim.Muon(model, lr=0.1)
+    else:
+        numbers = {**KINDS[name], "amsgrad": False} if name == "AdamW" else KINDS[name]
+        optimizer = getattr(amp.optim, name)(model.named_parameters(), lr=0.1, **numbers)
+
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad, float("inf") if dtype == torch.float16 else float("nan"))
+        before = raw_bytes([[*model.parameters()], optimizer.state_dict()["state"]])
+        optimizer.step()
+        after = raw_bytes([[*model.parameters()], optimizer.state_dict()["state"]])
+        assert (before == after) == bad
+
+    found = warned(device, step, [False, True, True, False, True, False], "has skipped step")
+    (message,) = found
+    assert message.startswith(f"amp_mp: {name} has skipped step 2: gradients are inf or NaN")
+    assert ("second.weight" in message) == (device == "cpu")  # naming it would wait for a GPU
+    assert "first.weight" not in message
+    measures_anyway = name in ("LARS", "LAMB", "NovoGrad")
+    assert ("check_overflow=False" in message) != measures_anyway
+    assert optimizer.last_report(wait=True).overflows == 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_the_check_steps_go_on_as_torchs_do(device: str, name: str) -> None:
+    if name in ("LARS", "LAMB", "NovoGrad"):
+        pytest.skip("they measure the gradients anyway")
+    model = Net().to(device)
+    numbers = {**KINDS[name], "amsgrad": False} if name == "AdamW" else KINDS[name]
+    kind = getattr(amp.optim, name)
+    optimizer = kind(model.parameters(), lr=0.1, check_overflow=False, **numbers)
+
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad)
+        optimizer.step()
+
+    assert warned(device, step, [False, True, False], "skipped") == []
+    assert model.second.weight.isnan().sum() == 1
+    assert optimizer.last_report().grad_norm is None
+
+
+@pytest.mark.parametrize("wrapper", ["LARC", "FP16_Optimizer", "scale_loss", "a closure"])
+def test_the_check_is_the_inner_optimizers(device: str, wrapper: str) -> None:
+    """Around it wrappers without a dynamic loss scale look for nothing themselves."""
+    model = Net().to(device)
+    inner: Any = amp.optim.SGD(model.parameters(), lr=0.1)
+    outer: Any = inner
+    if wrapper == "LARC":
+        outer = amp.apex.parallel.LARC(inner)
+    elif wrapper == "FP16_Optimizer":
+        outer = amp.FP16_Optimizer(inner, verbose=False)
+    handle = amp.init(verbose=False, loss_scale=1.0) if wrapper == "scale_loss" else None
+
+    def backward(bad: bool) -> torch.Tensor:
+        outer.zero_grad()
+        loss = model(torch.ones(1, 32, device=device)).float().sum() * (float("nan") if bad else 1)
+        if wrapper == "FP16_Optimizer":
+            outer.backward(loss)
+        elif handle is not None:
+            with handle.scale_loss(loss, inner) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        return loss
+
+    def step(bad: bool) -> None:
+        before = raw_bytes([*model.parameters()])
+        if wrapper == "a closure":
+            outer.step(lambda: backward(bad))
+        else:
+            backward(bad)
+            outer.step()
+        assert (raw_bytes([*model.parameters()]) == before) == bad
+
+    try:
+        assert len(warned(device, step, [False, True, True, False], "has skipped step")) == 1
+    finally:
+        if handle is not None:
+            handle.deactivate()
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad"])
+def test_apexs_names_step_with_what_they_are_given(device: str, name: str) -> None:
+    """Apex's FusedAdam and the like look at no gradient."""
+    model = Net().to(device)
+    optimizer = getattr(amp.apex.optimizers, name)(model.parameters(), lr=0.1)
+    assert optimizer.check_overflow is False
+
+    def step(bad: bool) -> None:
+        bad_gradients(model, bad)
+        optimizer.step()
+
+    assert warned(device, step, [True], "skipped") == []
+    assert model.second.weight.isnan().any()
+
+
+def test_a_copy_and_a_file_keep_the_choice(device: str) -> None:
+    model = Net().to(device)
+    for options, checks, checks_each in (
+        ({}, True, False),
+        ({"check_overflow": True}, True, True),
+        ({"check_overflow": False}, False, False),
+    ):
+        made = amp.optim.AdamW(model.parameters(), **options)
+        for each in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert each.check_overflow is checks
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                params = [p for group in each.param_groups for p in group["params"]]
+                before = raw_bytes(params)
+                params[0].grad = torch.full_like(params[0], float("nan"))
+                with each.attach(nn.ParameterList(params)):
+                    (params[0] * float("nan")).sum().backward()  # steps this one alone
+                    each.step()
+            assert (raw_bytes(params) == before) == checks_each
+            with torch.no_grad():
+                params[0].fill_(1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -185,7 +185,7 @@ class Release(AbstractContextManager["Release"]):
             self._stepped.add(param)
 
     def _measures(self) -> bool:
-        return self._stepper.measures() or self.scaler is not None
+        return self._stepper.measures_each() or self.scaler is not None
 
     def _scale(self, device: torch.device) -> Tensor | None:
         """The factor of the losses on the device, read without waiting; None for 1."""
@@ -285,7 +285,7 @@ class Release(AbstractContextManager["Release"]):
             totals = self.totals()
             device = next(iter(totals))
             verdict = log.decide(device, list(totals.values()), self._scale(device))
-            self._stepper.warn(log.skipped(), self._describe)
+            self._stepper.warn(log.skipped(), self._describe, self.scaler is not None)
             if self._clip == "previous" and (self._rows or self._whole.is_needed):
                 if self._whole.is_needed and self._previous.known is None:
                     number, skipped, *_ = log.newest(wait=False) or (0, False)
@@ -383,7 +383,7 @@ def refuse_shards(stepper: Stepper, scaler: Any, clip: str) -> None:
     wrong = ""
     if scaler is not None:
         wrong = "scaler= checks each gradient for overflow"
-    elif optimizer.check_overflow:
+    elif stepper.checks_each:
         wrong = "check_overflow=True checks each gradient"
     elif any(rule.is_layerwise for rule in rules):
         wrong = f"{type(optimizer).__name__} needs the norms of whole tensors"

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_mp.callers import is_inside_zero_redundancy
 from amp_mp.dtypes import NATIVE
 from amp_mp.optim.rule import Group
 from amp_mp.sharding.shards import is_dtensor, is_gathered, local_of, why_unusable
@@ -70,21 +69,4 @@ def refuse_sphere(param: Tensor, label: str, is_new: bool) -> None:
         raise ValueError(
             f"{label} of shape {tuple(param.shape)} {wrong} with hyperball=True, which keeps norms "
             "of matrices; give it a param_group with hyperball=False"
-        )
-
-
-def refuse_zero(optimizer: Any, process_groups: tuple[Any, ...]) -> None:
-    """Raises ValueError where ZeroRedundancyOptimizer makes the optimizer without process_groups.
-
-    Each process would clip by the norm of its own parameters, and skip alone.
-    """
-    measures = optimizer.max_grad_norm is not None or optimizer.check_overflow
-    if not measures or process_groups:
-        return
-    if is_inside_zero_redundancy():
-        raise ValueError(
-            "max_grad_norm or check_overflow inside a ZeroRedundancyOptimizer needs "
-            "process_groups, the group that it shares the parameters over, as in "
-            "ZeroRedundancyOptimizer(..., process_groups=torch.distributed.group.WORLD): each "
-            "process would clip by its own part of the norm, and skip alone"
         )

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_mp import _C
 from amp_mp.dtypes import check_choice
+from amp_mp.messages import warn
 from amp_mp.optim.options import check_choices
 from amp_mp.optim.rule import Group, Rule
 from amp_mp.optim.state.replaced import ReplacedCheck
@@ -61,6 +62,8 @@ class Stepper:
         self.rules, self._rule_of, self.own_keys = rules, rule_of, own_keys
         self.scaler_inputs: _C.StepInputs | None = None  # of the step under way, in step_with
         self.release: Any = None  # a Release (backward/release.py, which imports this)
+        self.checks_each = False  # whether a Release looks for inf and NaN in each gradient
+        self.process_groups: tuple[Any, ...] = ()  # of those param_groups that name none
         self.checked: Any = None  # states that the next load_state_dict needs not check
         self.replaced = ReplacedCheck()
         self.native = _C.Steps()
@@ -70,6 +73,7 @@ class Stepper:
         self._memory: list[Any] | None = None
         self._offload: list[Any] = []
         self._watch = OverflowWatch()
+        self._has_warned = False  # of the first skipped step
         self._kept: list[RemovableHandle] = []
         # Native calls release the GIL: another thread's step waits here.
         self._turn = threading.RLock()
@@ -121,16 +125,18 @@ class Stepper:
             if self._whole is not None and is_stock:
                 self._whole.refuse_stock_scaler()
             max_norm, limit = optimizer.max_grad_norm, optimizer.skip_norm_above
+            looks = optimizer.check_overflow and inputs.found_inf is None
             skipped = self.native.step(
                 gathered,
                 groups,
                 inputs,
-                checks=optimizer.check_overflow or (max_norm, limit) != (None, None),
+                checks=looks or (max_norm, limit) != (None, None),
                 max_norm=max_norm,
                 limit=None if limit is None else native_limit(limit),
             )
         if skipped is not None:
-            self.warn(skipped, lambda scale: describe_nonfinite([groups], scale))
+            is_scaled = (inputs.scale, inputs.found_inf) != (None, None)
+            self.warn(skipped, lambda scale: describe_nonfinite([groups], scale), is_scaled)
         return inputs
 
     def _gather(self, optimizer: Any) -> _C.Gathered:
@@ -149,8 +155,9 @@ class Stepper:
         gathered = self.native.gather(rules, groups, states, self.info(rules))
         for bucket in gathered.buckets:
             set_updates(bucket)
-        if gathered.has_dtensors or any(group.get("process_groups") for group in groups):
-            whole = WholeStatistics(groups, buckets=gathered.held)
+        given = self.process_groups or any(group.get("process_groups") for group in groups)
+        if given or gathered.has_dtensors:
+            whole = WholeStatistics(groups, self.process_groups, gathered.held)
             if whole.is_needed:
                 self._whole = whole
                 gathered.collectives = _C.Collectives(
@@ -235,12 +242,12 @@ class Stepper:
         finally:
             self.scaler_inputs = before
 
-    def measures(self) -> bool:
-        """Whether a step needs the gradients' norms, or whether they overflow."""
+    def measures_each(self) -> bool:
+        """Whether a Release needs the norm of each gradient, or whether it overflows."""
         optimizer = self.optimizer
         limits = optimizer.max_grad_norm, optimizer.skip_norm_above
-        checks = optimizer.check_overflow or limits != (None, None)
-        return checks or any(r.is_layerwise for r in self.group_rules())
+        checks = self.checks_each or limits != (None, None)
+        return checks or self._is_layerwise()
 
     def measure(self) -> _C.Measured:
         """Reads the gradients once, for a step that gets the result as StepInputs.measured."""
@@ -258,11 +265,16 @@ class Stepper:
         found = self.measure().totals() if self.release is None else self.release.totals()
         return found
 
-    def warn(self, skipped: tuple[Any, ...] | None, describe: Callable[..., str]) -> None:
-        """Warns where steps are skipped again and again; RuntimeError after raise_after_skips.
+    def warn(
+        self, skipped: tuple[Any, ...] | None, describe: Callable[..., str], is_scaled: bool
+    ) -> None:
+        """Warns of the first skipped step, and of many in a row.
+
+        RuntimeError after raise_after_skips.
 
         skipped: what the native step returns. describe: says which gradients are inf or NaN, given
-        the scale they carry.
+        the scale they carry. is_scaled: whether a loss scaler is there, which skips as a matter of
+        course.
         """
         if skipped is None:
             return
@@ -279,7 +291,21 @@ class Stepper:
                 f"and raise_after_skips is {limit}: {what}. The weights are those of before; go on "
                 "from an earlier checkpoint, with a lower learning rate, other data or other limits"
             )
+        if not (is_spike or is_scaled or self._has_warned):
+            self._has_warned = True
+            # Reading a GPU's gradients would wait for it, and they may be a later step's by now.
+            on_cpu = all(p.device.type == "cpu" for p in params_in(optimizer.param_groups))
+            also = optimizer.max_grad_norm or optimizer.skip_norm_above or self._is_layerwise()
+            warn(
+                f"{name} has skipped step {watch.steps}: gradients are inf or NaN, and nothing was "
+                "changed. last_report() tells of the next ones"
+                + ("" if also else "; with check_overflow=False they are stepped, as torch does")
+                + (f". The gradients concerned:\n{describe(scale)}" if on_cpu else "")
+            )
         watch.warn_of_skips(name, lambda: describe(scale), what if is_spike else "")
+
+    def _is_layerwise(self) -> bool:
+        return any(rule.is_layerwise for rule in self.group_rules())
 
 
 def _inputs_of_torch(optimizer: Any) -> _C.StepInputs:
