@@ -44,7 +44,7 @@ FILES = {
     "optim/step/test_cuda_changes": 6,
     "optim/step/test_cuda_first_step": 9,
     "optim/step/test_cuda_sharded_step": 33,
-    "optim/step/test_cuda_captured_step": 27,
+    "optim/step/test_cuda_captured_step": 28,
     "optim/step/test_cuda_step": 30,
     "optim/step/test_cuda_tables": 18,
     "optim/step/test_gathered_norms": 9,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_training import DEVICE, Training, captured, graph_of, refused_capture
-from helpers import PRETEND_GPU
+from helpers import PRETEND_GPU, raw_bytes, warns
 from tiers import full
 from torch import Tensor, nn
 from twins import Twins, shapes_of
@@ -99,6 +99,29 @@ def test_a_captured_step_counts_for_every_rule(kind: Any, memory: str) -> None:
         assert graphed.state() == eager.state(), step
     steps = eager.optimizer.state[eager.params[0]]["step"].item()
     assert steps == 1 + sum(not overflows_at(step) for step in range(1, 20))
+
+
+def test_replays_skip_without_scaler_and_clipping() -> None:
+    """As a step does by default; the next eager step says so."""
+    params = [nn.Parameter(torch.ones(70, device=DEVICE)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = amp.optim.AdamW(params, lr=0.1)
+    optimizer.step()
+    graph = graph_of(optimizer)
+    before = raw_bytes([params, optimizer.state_dict()["state"]])
+    params[1].grad[5] = float("nan")
+    graph.replay()
+    assert optimizer.step_was_skipped
+    assert raw_bytes([params, optimizer.state_dict()["state"]]) == before
+    with warns("AdamW has skipped step [23]: gradients"):
+        optimizer.step()
+        torch.cuda.synchronize()
+        optimizer.step()
+    params[1].grad[5] = 1.0
+    graph.replay()
+    assert not optimizer.step_was_skipped
+    assert raw_bytes(params) != before
 
 
 def test_a_whole_iteration_captured_trains_as_eagerly() -> None:
