@@ -51,7 +51,7 @@ class Loop:
         self.optimizer = self.make()
 
     def make(self) -> Any:
-        return amp.optim.AdamW(self.params, lr=0.01, memory="lean", check_overflow=True)
+        return amp.optim.AdamW(self.params, lr=0.01, memory="lean")
 
     def run(self, loss: Tensor) -> None:
         loss.backward()
