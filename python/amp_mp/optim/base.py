@@ -23,6 +23,7 @@ from amp_mp.optim.options import (
     check_keys,
     check_options,
     check_scatter,
+    make_plain,
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.edit_blocks import edit_masters
@@ -71,6 +72,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         kinds = _C.kinds_of(self._rules)
         check_options(type(self).__name__, choosable_states(self._rules), options)
+        numbers = dict(numbers)
+        make_plain(numbers)
         check_group({n: x for n, x in {**numbers, **options}.items() if x is not required})
         given: Mapping[str, Any] = options
         self.max_grad_norm = options.get("max_grad_norm")
@@ -227,6 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         parameter that is in a group twice gets torch's warning; it is kept once, and stepped
         once, where torch steps twice.
         """
+        make_plain(param_group)
         brought = param_group.keys() - {"params", "param_names"}
         check_keys(param_group, self._own_defaults, self)
         resolve_group(param_group, self._chosen, _C.kinds_of(self._rules))

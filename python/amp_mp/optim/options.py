@@ -1,6 +1,6 @@
 """The arguments that every fused optimizer takes, their documentation, and the checks of values."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from inspect import Parameter, Signature, signature
@@ -106,6 +106,7 @@ DEFAULTS |= {"rounding": "nearest", "seed": 0}
 # one in an interval. csrc/core/rules declares those that rules read; the others choose a rule or
 # are Muon's.
 CHOICES = dict.fromkeys(("amsgrad", "centered", "hyperball"), "flag")
+SEQUENCES = ("betas", "ns_coefficients", "split")  # entries that may be more than one number
 ALLOWED = _C.allowed_numbers() | CHOICES | {"beta2": "[0, 1)"}
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped", "sqrt")
 
@@ -130,6 +131,21 @@ def check_options(name: str, states: tuple[str, ...], options: Options) -> None:
         _check_number(limit, value)
         if not float(value) > 0:  # type: ignore[arg-type]
             raise ValueError(f"{limit} must be positive or None, found {value!r}")
+    for flag in ("check_overflow", "amp_scaling"):
+        _check_allowed(flag, options.get(flag), "flag")
+
+
+def make_plain(group: dict[str, Any]) -> None:
+    """Makes tuples of sequences that a configuration brings, such as OmegaConf's: files hold those.
+
+    group: a param_group, or numbers by name, changed in place.
+    """
+
+    def plain(value: Any) -> Any:
+        known = not isinstance(value, Sequence) or isinstance(value, str | bytes | tuple | list)
+        return value if known else tuple(map(plain, value))
+
+    group.update({name: plain(group[name]) for name in SEQUENCES if name in group})
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -269,7 +285,18 @@ def _check_number(name: str, value: Any) -> None:
             found = f"shape {tuple(value.shape)}, {value.dtype} on {value.device}"
             raise ValueError(f"{name} must be a number or a tensor of one element, found {found}")
     elif type(value) is not float and not _is_number(value):
-        raise ValueError(f"{name} must be a number, found {value!r}")
+        raise ValueError(f"{name} must be a number, found {value!r}{_of_yaml(value)}")
+
+
+def _of_yaml(value: Any) -> str:
+    """What an error adds to a text that is meant to be a number."""
+    try:
+        if not isinstance(value, str):
+            return ""
+        float(value)
+    except ValueError:
+        return ""
+    return ", which is text; YAML reads 1e-4 as text and 1.0e-4 as a number"
 
 
 def _is_number(value: Any) -> bool:

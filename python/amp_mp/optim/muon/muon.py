@@ -17,7 +17,7 @@ from amp_mp.optim.muon.matrices import (
     shape_of,
 )
 from amp_mp.optim.muon.muon_groups import muon_groups
-from amp_mp.optim.options import Options, check_group, check_muon
+from amp_mp.optim.options import Options, check_group, check_muon, make_plain
 from amp_mp.optim.rule import Directions, Group, Rule, is_on
 from amp_mp.text_table import aligned
 
@@ -144,6 +144,7 @@ class Muon(FusedOptimizer):
             self._others["weight_decay"] = 0.0
         if unknown := sorted(set(self._others) - set(OTHERS)):
             raise TypeError(f"others: unknown entry {unknown[0]!r}; it takes {', '.join(OTHERS)}")
+        make_plain(self._others)
         try:
             check_group(self._others)
         except ValueError as error:

@@ -97,7 +97,8 @@ def _blocks(named: Iterable[str], own: set[str], split: Mapping[str, Any]) -> di
                     f"split: {pattern!r} matches {name!r}, which AdamW updates; name it in "
                     "matrices, or change the pattern"
                 )
-            blocks[name] = tuple(count) if isinstance(count, list) else count
+            rows = isinstance(count, Sequence) and not isinstance(count, str)
+            blocks[name] = tuple(count) if rows else count
     return blocks
 
 
