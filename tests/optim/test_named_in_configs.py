@@ -21,6 +21,7 @@ import io
 import random
 import re
 import shlex
+import weakref
 from collections import UserList
 from collections.abc import Callable
 from pathlib import Path
@@ -214,11 +215,9 @@ def test_states_that_nemo_rl_moves_free_their_memory_and_keep_every_bit(device: 
             optimizer.zero_grad()
             old = []
             for state in optimizer.state.values() if moves else ():
-                for name, value in state.items():
-                    old.append(value.untyped_storage()._weak_ref())
-                    state[name] = value.clone()
-                    del value
-            assert all(map(torch.UntypedStorage._expired, old))
+                old += map(weakref.ref, state.values())
+                state.update({name: value.clone() for name, value in state.items()})
+            assert [ref() for ref in old] == [None] * len(old)
         return raw_bytes([p.detach() for p in params]), raw_bytes(optimizer.state_dict()["state"])
 
     assert run(names["AdamW"], True) == run(amp.optim.AdamW, False)
