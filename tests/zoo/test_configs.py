@@ -5,6 +5,7 @@ The Python blocks of that page, for timm, axolotl, ms-swift and Hydra, run in te
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -25,6 +26,9 @@ from omegaconf import OmegaConf
 from timm.optim import create_optimizer_v2
 from timm.utils import ParseKwargs
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import amp_mp as amp
 
@@ -51,7 +55,8 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> Any:
         model(x.to(dtype)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return raw_bytes(model.state_dict()), raw_bytes(optimizer.state_dict()["state"])
+    tensors = model.state_dict(), optimizer.state_dict()["state"]
+    return raw_bytes(tree_map_only(DTensor, DTensor.to_local, tensors))
 
 
 def by_automodel(model: nn.Module, **more: Any) -> Any:
@@ -97,6 +102,49 @@ def test_automodels_checkpoint_goes_on_with_every_bit(tmp_path: Path) -> None:
     other = by_automodel(again)
     dcp.load({"optim": OptimizerState(again, other)}, checkpoint_id=tmp_path)
     assert train(again, other, range(3, 6)) == wanted
+
+
+def resumes_sharded(folder: str) -> list[bool]:
+    """Whether bfloat16 shards step as by hand, and go on with every bit; on each process."""
+
+    def sharded() -> Any:
+        model: Any = network()
+        for unit in (model[0], model[2], model):
+            fully_shard(unit, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        return model
+
+    model, by_hand = sharded(), sharded()
+    optimizer = by_automodel(model)
+    settings = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "memory": "lean"}
+    other = amp.optim.AdamW(by_hand.parameters(), **settings)
+    equal = train(model, optimizer, range(3)) == train(by_hand, other, range(3))
+    parts = {"model": model.state_dict(), "optim": OptimizerState(model, optimizer)}
+    dcp.save(parts, checkpoint_id=folder)
+    wanted = train(model, optimizer, range(3, 6))
+    again = sharded()
+    resumed = by_automodel(again)
+    dcp.load({"model": again.state_dict()}, checkpoint_id=folder)
+    dcp.load({"optim": OptimizerState(again, resumed)}, checkpoint_id=folder)
+    return [equal, train(again, resumed, range(3, 6)) == wanted]
+
+
+SCRIPT = """
+import json, os
+import torchvision_ops
+torchvision_ops.install()
+import torch.distributed as dist
+from test_configs import resumes_sharded
+dist.init_process_group("gloo")
+os.write(1, ("FOUND" + json.dumps(resumes_sharded({folder!r})) + "\\n").encode())
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_automodels_shards_step_and_resume(run_on: Any, tmp_path: Path) -> None:
+    lines = run_on(2, SCRIPT.format(folder=str(tmp_path / "checkpoint")))
+    found = [json.loads(line.removeprefix("FOUND")) for line in lines if line.startswith("FOUND")]
+    assert found == [[True, True]] * 2
 
 
 def test_what_automodel_makes_of_texts() -> None:
