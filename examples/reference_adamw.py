@@ -21,8 +21,13 @@ class ReferenceAdamW(torch.optim.Optimizer):
     the float32 values of the low-precision parameters.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], masters: Mapping[Any, Tensor]) -> None:
-        defaults = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        masters: Mapping[Any, Tensor],
+        betas: tuple[float, float] = (0.9, 0.999),
+    ) -> None:
+        defaults = {"lr": 0.0, "betas": betas, "eps": 1e-8, "weight_decay": 0.0}
         super().__init__(groups, defaults)
         self.powers = [1.0, 1.0]
         for parameter in (p for group in self.param_groups for p in group["params"]):

@@ -286,8 +286,9 @@ CLEAR = ("nothing was loaded", "it is not a checkpoint")
 @pytest.mark.filterwarnings("ignore:amp_mp")
 def test_mutated_directories(case: int, tmp_path: Path) -> None:
     """200 in `make test`, 1,000 in `make test-all`."""
-    source, target = ("torch", *PRESETS)[case % 6], ("torch", *PRESETS)[case // 6 % 6]
-    target = "torch" if source == "torch" and case % 12 else target
+    kinds = ("torch", *PRESETS)
+    source, target = kinds[case % len(kinds)], kinds[case // len(kinds) % len(kinds)]
+    target = "torch" if source == "torch" and case % (2 * len(kinds)) else target
     saved = pair_of(source)
     train(*saved, 2)
     plan = torch.optim.lr_scheduler.MultiStepLR(saved[1], [2, 5])

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 LOW = torch.bfloat16
 SPLITS = [("fsdp", 2), ("hsdp", 4), ("tp fsdp", 4)]
-PRESETS = ["float32", "exact", "lean", "tiny", "micro"]
+PRESETS = ["float32", "exact", "lean", "tiny", "micro", "masterless"]
 
 
 def loss_of(net: nn.Module, step: int) -> Tensor:

@@ -46,7 +46,7 @@ LAYERWISE = [name for name, (kind, _) in RULES.items() if rules_of(kind)[0].is_l
 BY_ELEMENT = [name for name in RULES if name not in LAYERWISE or name.startswith("lamb")]
 BY_LAYER = LAYERWISE if LARGE else LAYERWISE[::2]
 SOME_RULES = BY_ELEMENT if LARGE else BY_ELEMENT[::2]
-SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro"]
+SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro", "masterless"]
 UNGROUPED = {"moment": "bfloat16", "square": "ue8m8"}
 DTYPES = (LOW, torch.float16, torch.float32) if LARGE else (LOW, torch.float32)
 combined = itertools.product if LARGE else pairs
@@ -80,7 +80,7 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
         kinds.pop("square_avg")
     plain_groups: list[dict[str, Any]] = [{"params": [p]} for p in whole.parameters()]
     for group, param in zip(plain_groups, split, strict=True):
-        if preset in ("tiny", "micro") and not has_groups(param):
+        if preset in ("tiny", "micro", "masterless") and not has_groups(param):
             group.update({name: UNGROUPED[k] for name, k in kinds.items() if k in UNGROUPED})
     for group in (*groups, *plain_groups) if rule == "hyperball" else ():
         group["hyperball"] = group["params"][0].dim() > 1

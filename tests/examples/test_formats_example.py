@@ -61,7 +61,7 @@ def test_exact_is_the_reference_bit_for_bit(job: Any) -> None:
     assert found.size < wanted.size
 
 
-@pytest.mark.parametrize("arm", ["lean", "tiny", "micro", "no master"])
+@pytest.mark.parametrize("arm", ["lean", "tiny", "micro", "masterless", "nearest"])
 def test_low_bit_arms_train_and_are_smaller(arm: str) -> None:
     with Bar(disable=True) as bar:
         wanted, found, again = (
@@ -170,8 +170,8 @@ def test_it_prints_a_table_and_saves_a_picture_and_figures(
     formats.main(["--job=gpt", "--seeds=2", "--steps=2", "--threads=1", f"--out={folder}"])
     assert (folder / "formats_gpt.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((folder / "formats_gpt.json").read_text())
-    assert list(rows) == list(formats.COLORS)
+    assert list(rows) == list(formats.JOBS["gpt"].arms)
     assert rows["exact"]["differing_bytes"] == [0, 0]
     assert all(math.isfinite(loss) for row in rows.values() for loss in row["validation_loss"])
     printed = capsys.readouterr().out
-    assert all(arm in printed for arm in formats.COLORS)
+    assert all(arm in printed for arm in rows)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 
 LOW = [torch.bfloat16, torch.float16]
-OPTIMIZERS = [*(name for name in STORAGES if name != "none"), "FP16_Optimizer"]
+OPTIMIZERS = [*(name for name in STORAGES if name != "masterless"), "FP16_Optimizer"]
 
 
 def made(device: str, dtype: torch.dtype) -> tuple[nn.Linear, Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raw_bytes, through_a_file
-from rules import STORAGES
+from rules import MASTERED
 from tiers import in_turn, paired, tiered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -81,7 +81,7 @@ WRAPPED: dict[str, Maker] = {
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_stages_with_new_optimizers_go_float32s_way(
     device: str, kind: str, storage: str, dtype: torch.dtype
@@ -90,7 +90,7 @@ def test_stages_with_new_optimizers_go_float32s_way(
     before = values(full)
     for _ in range(40):
         for model in (full, low):
-            own = STORAGES[storage] if model is low else {}
+            own = MASTERED[storage] if model is low else {}
             optimizer = CLASSES[kind](model.parameters(), **own)
             for _ in range(2):
                 step(model, optimizer)
@@ -153,14 +153,14 @@ AFTER: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 @pytest.mark.parametrize("after", AFTER)
 def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, storage: str) -> None:
     full, low = pair(device)
     before = values(full)
     optimizers = [
         CLASSES["SGD"](full.parameters()),
-        CLASSES["SGD"](low.parameters(), **STORAGES[storage]),
+        CLASSES["SGD"](low.parameters(), **MASTERED[storage]),
     ]
     for _ in range(40):
         for model in (full, low):
@@ -170,13 +170,13 @@ def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, sto
     assert_as_float32(full, low, before)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 @pytest.mark.parametrize("way", ["state.clear()", "an empty state is loaded"])
 def test_a_written_weight_whose_state_is_taken_away_is_what_was_written(
     device: str, way: str, storage: str
 ) -> None:
     _, low = pair(device)
-    optimizer = CLASSES["AdamW"](low.parameters(), **STORAGES[storage])
+    optimizer = CLASSES["AdamW"](low.parameters(), **MASTERED[storage])
     for _ in range(3):
         step(low, optimizer)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_masters_of_a_wrapper_after_another_optimizers_steps(
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 def test_another_layout_leaves_the_bits_of_written_weights(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:
@@ -218,7 +218,7 @@ def test_another_layout_leaves_the_bits_of_written_weights(
     for layouts in ([torch.contiguous_format], [torch.channels_last, torch.contiguous_format]):
         model = amp.prepare(copy.deepcopy(full), dtype)
         optimizer = amp.optim.SGD(
-            model.parameters(), lr=LR, check_overflow=True, **STORAGES[storage]
+            model.parameters(), lr=LR, check_overflow=True, **MASTERED[storage]
         )
         step(model, optimizer)
         kept = model.weight.detach().clone()
@@ -236,7 +236,7 @@ def test_another_layout_leaves_the_bits_of_written_weights(
 EVERY: dict[str, Maker] = {
     **CLASSES,
     **WRAPPED,
-    **{f"SGD {m}": partial(amp.optim.SGD, lr=LR, **own) for m, own in STORAGES.items()},
+    **{f"SGD {m}": partial(amp.optim.SGD, lr=LR, **own) for m, own in MASTERED.items()},
 }
 
 
@@ -468,19 +468,19 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_after_steps_has_the_bits(device: str, name: str, storage: str) -> None:
     _, low = pair(device)
-    optimizer = amp.optim.SGD(low.parameters(), lr=LR, **STORAGES[storage])
+    optimizer = amp.optim.SGD(low.parameters(), lr=LR, **MASTERED[storage])
     step(low, optimizer)
     wanted = values(low)
     copied = COPIES[name](low)
     assert torch.equal(values(copied), wanted)
-    step(copied, amp.optim.SGD(copied.parameters(), lr=0.0, **STORAGES[storage]))
+    step(copied, amp.optim.SGD(copied.parameters(), lr=0.0, **MASTERED[storage]))
     assert torch.equal(values(copied), wanted)
     if copied is not low:  # the copy's bits are its own
-        step(copied, amp.optim.SGD(copied.parameters(), lr=LR, **STORAGES[storage]))
+        step(copied, amp.optim.SGD(copied.parameters(), lr=LR, **MASTERED[storage]))
         assert torch.equal(values(low), wanted)
 
 
@@ -528,11 +528,11 @@ def test_to_empty_and_a_load_after_steps_keep_the_loaded_values(device: str) -> 
     assert raw_bytes(amp.float32_state_dict(low)) == raw_bytes(given)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 def test_the_state_shows_the_bits_and_no_others_are_kept(device: str, storage: str) -> None:
     """Bytes per parameter in training are those of the state; afterwards the bits alone stay."""
     _, low = pair(device)
-    optimizer = CLASSES["AdamW"](low.parameters(), **STORAGES[storage])
+    optimizer = CLASSES["AdamW"](low.parameters(), **MASTERED[storage])
     step(low, optimizer)
     report = optimizer.memory_report()
     assert "original" not in report.bytes

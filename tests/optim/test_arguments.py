@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 
 AdamW = amp.optim.AdamW
-FORMATS = [None, "exact", "lean", "tiny", "micro"]
+FORMATS = [None, "exact", "lean", "tiny", "micro", "masterless"]
 
 
 def weight(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -66,7 +66,7 @@ WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "memory": (
         {"memory": "huge"},
-        "memory must be one of float32, exact, lean, tiny, micro; found 'huge'",
+        "memory must be one of float32, exact, lean, tiny, micro, masterless; found 'huge'",
     ),
     "squares in codes": (
         {"exp_avg_sq": "m8"},

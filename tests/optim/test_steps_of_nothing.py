@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amp_mp as amp
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
 DTYPES = (torch.bfloat16, torch.float16)
 LIMIT = 2.0**-128  # the reciprocal of less is infinite in float32
 

@@ -16,7 +16,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "lean": {"memory": "lean"},
     "tiny": {"memory": "tiny"},
     "micro": {"memory": "micro"},
-    "none": {"master": "none", "rounding": "stochastic"},
+    "masterless": {"memory": "masterless"},
 }
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import amp_mp as amp
 
 LOW = torch.bfloat16
-PRESETS = ("float32", "exact", "lean", "tiny", "micro")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
 # A stored master's largest relative error is 2^-MASTER_BITS; 24: none. docs/formats.md.
-MASTER_BITS = {"float32": 24, "exact": 24, "lean": 16, "tiny": 16, "micro": 16}
+MASTER_BITS = {"float32": 24, "exact": 24, "lean": 16, "tiny": 16, "micro": 16, "masterless": 8}
 
 
 def network() -> nn.Module:

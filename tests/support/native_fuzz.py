@@ -198,7 +198,7 @@ class Fuzz:
     def optimizer(self) -> tuple[Any, Any, Any, Any]:
         dtype = self.random.choice([torch.float32, torch.bfloat16, torch.float16])
         kind = self.random.choice([amp.optim.AdamW, amp.optim.SGD, amp.optim.LAMB, amp.optim.Lion])
-        memory = self.random.choice(["float32", "exact", "lean", "tiny", "micro"])
+        memory = self.random.choice(["float32", "exact", "lean", "tiny", "micro", "masterless"])
         params = [torch.nn.Parameter(self.tensor((2, 32), dtype)) for _ in range(2)]
         made = kind(params, lr=0.1, memory=memory)
         for param in params:

@@ -144,6 +144,7 @@ PRESETS = {
     "lean": ("split24", "bfloat16", "ue8m8"),
     "tiny": ("split24", "m8", "ue8m8"),
     "micro": ("split24", "m8", "log8"),
+    "masterless": ("none", "m8", "log8"),
 }
 MEMORIES = [m for m in PRESETS if m not in (None, "float32")]
 # Formats of groups, and what takes their place where rows are no multiple of 32.
@@ -152,6 +153,7 @@ WITHOUT_ROWS = {"m8": "bfloat16", "log8": "ue8m8"}
 SUFFIXES = {"m8": "_m8", "log8": "_log8", "ue8m8": "_ue8m8", "float16_root": "_root"}
 # The arguments for each preset.
 STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
+MASTERED = {m: own for m, own in STORAGES.items() if PRESETS[m][0] != "none"}
 SQUARES = ("exp_avg_sq", "square_avg", "acc_delta", "sum")
 FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg", "exp_inf")
 
@@ -186,6 +188,8 @@ class Expected:
         self.kind, self.numbers = (RULES | OF_MATRICES).get(rule, (None, {}))
         rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
         self.formats = formats_of(rule, states, rows, storage)
+        usual = "stochastic" if storage.get("memory") == "masterless" else "nearest"
+        self.rounding = storage.get("rounding", usual)
         self.dtype = str(weight.dtype).removeprefix("torch.")
         self.visible = self.master = self.stored = array(weight).reshape(-1)
         self.parts = [np.zeros(weight.numel(), np.uint16), np.zeros(weight.numel(), np.int16)]
@@ -272,7 +276,7 @@ class Expected:
         elif format == "float32":
             self.master = self.stored = values
             self.visible = reference.store(values, self.dtype, saturating=True)
-        elif format == "none" and self.storage.get("rounding") != "stochastic":
+        elif format == "none" and self.rounding == "nearest":
             self.master = self.visible = reference.store(values, self.dtype, saturating=True)
         elif format == "none":
             format, bits = f"{self.dtype}_stochastic", self._bits(values.size, weights=True)

@@ -185,21 +185,25 @@ def way_back_of_masters(params: dict[str, Tensor]) -> Callable[[], None]:
 def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading) -> None:
     """Gives low-precision parameters their float32 values, after everything else is loaded.
 
-    Those of the optimizer become masters. A prepared model keeps the others for the optimizer that
-    takes its first step later, and drops those that it had.
+    Those of the optimizer become masters, unless its group has none. A prepared model keeps the
+    others for the optimizer that takes its first step later, and drops those that it had.
     """
     for module in model.modules():
         kept_masters.follow_replaced(module, module._parameters)
     fused = optimizer if isinstance(optimizer, FusedOptimizer) else None
     stepped: set[Tensor] = set()
+    alone: set[Tensor] = set()  # weights that the optimizer steps without a master
     if fused is not None:
         fused.init_state()  # torch's files lack what amp_mp keeps beside the step count
         stepped = {param for param in params_in(fused.param_groups) if param in fused.state}
+        alone = set(params_in([g for g in fused.param_groups if g["master"] == "none"]))
     for name, param in reading.params.items():
         if param.dtype not in LOW_PRECISION or name not in reading.weights:
             continue
         record = _C.weight_of(param)
-        if record is not None and param in stepped and name in reading.masters:
+        if param in alone:
+            kept_masters.drop(param)
+        elif record is not None and param in stepped and name in reading.masters:
             record.store(param, local_of(reading.masters[name]), exactly=False)
         elif record is not None and name in reading.masters:
             kept_masters.keep(param, reading.masters[name])

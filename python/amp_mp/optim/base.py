@@ -29,7 +29,7 @@ from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.edit_blocks import edit_masters
 from amp_mp.optim.state.memory_report import MemoryReport, report_memory
 from amp_mp.optim.state.state_dicts import load_state, shown_state, torch_state_dict
-from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group
+from amp_mp.optim.state.stored_formats import PRESETS, resolve, resolve_group, rounding_of
 from amp_mp.optim.step.params import drop_repeats
 from amp_mp.optim.step.stepper import Stepper, StepReport
 from amp_mp.param_groups import labelled, params_in
@@ -80,12 +80,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.skip_norm_above = options.get("skip_norm_above")
         self.raise_after_skips = options.get("raise_after_skips")
         self.check_overflow = options.get("check_overflow", True)
-        self._checks_each = options.get("check_overflow") is True
+        self._checks_each = bool(options.get("check_overflow", False))
         self._amp_scaling = options.get("amp_scaling", True)
         process_groups = checked_groups(options.get("process_groups"))
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}
         stored = resolve(options.get("memory"), self._chosen, kinds)
-        shared = {"maximize": False, "rounding": "nearest", "seed": 0, "offload": None}
+        shared = {"maximize": False, "rounding": rounding_of(options.get("memory"))}
+        shared |= {"seed": 0, "offload": None}
         defaults = {**numbers, **stored, **{n: given.get(n, v) for n, v in shared.items()}}
         if process_groups:
             defaults["process_groups"] = process_groups
@@ -272,15 +273,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         """As torch's, but states keep the precision they were saved with.
 
         torch casts every state to its parameter's dtype, which would round masters and moments of
-        low-precision parameters. States in another format than this optimizer's are converted. Load
-        the model first: a split master is stored partly in the weights. Reads checkpoints of
-        torch.optim too: a missing master is made from the parameter. Post-hooks see the state as it
-        will be, and their edits stay. Where file and optimizer have param_names, parameters are
-        matched by name. Raises ValueError naming an entry that is missing, or of a shape, dtype or
-        value that does not fit; then, and where a hook raises, every byte is as before.
+        low-precision parameters. States in another format than this optimizer's are converted, and
+        `rounding` stays its own. Load the model first: a split master is stored partly in the
+        weights. Reads checkpoints of torch.optim too: a missing master is made from the parameter.
+        Post-hooks see the state as it will be, and their edits stay. Where file and optimizer have
+        param_names, parameters are matched by name. Raises ValueError naming an entry that is
+        missing, or of a shape, dtype or value that does not fit; then, and where a hook raises,
+        every byte is as before.
         """
         _C.refuse_borrowed(params_in(self.param_groups), "load_state_dict()")
-        kept = (*self._chosen, "offload", "process_groups")
+        kept = (*self._chosen, "rounding", "offload", "process_groups")
         load_state(self._stepper, kept, state_dict, super().load_state_dict)
         self._stepper.forget()
         self._stepper.native.norm_history = self.param_groups[0].get("norm_history")
@@ -328,7 +330,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         stored = [{n: g.get(n) for n in self._chosen} for g in self.param_groups]
         default = dict.fromkeys(self._chosen)
         kinds = _C.kinds_of(self._rules)
-        presets = [p for p in PRESETS if all(s == resolve(p, default, kinds) for s in stored)]
+        roundings = {g.get("rounding") for g in self.param_groups}
+        presets = [
+            p
+            for p, formats in PRESETS.items()
+            if all(s == resolve(p, default, kinds) for s in stored)
+            and ("rounding" not in formats or roundings == {formats["rounding"]})
+        ]
         numbers = f"memory={presets[0] if presets else 'mixed'!r}, "
         numbers += f"max_grad_norm={self.max_grad_norm}, check_overflow={self.check_overflow}"
         return super().__repr__().replace(" (", f" ({numbers})", 1)

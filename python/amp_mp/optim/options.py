@@ -42,15 +42,17 @@ SHARED = """
             param_group of their own): the norm and the decision to skip are of all. Groups of
             DTensors are known already. Default None.
         memory: bytes per low-precision parameter with two states, besides its gradient: "exact"
-            (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99) or
-            "float32" (14). Default "exact". float32 parameters have no master.
+            (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99),
+            "masterless" (4.1: micro's states, and parameters that round at random) or "float32"
+            (14). Default "exact". float32 parameters have no master.
         master: how masters alone are stored: "split32", "split24" (the parameter and a remainder of
             2 or 1 bytes are the master), "float32", or "none": the parameter itself is updated.
             What a script writes into a parameter counts with any of them. Default: as memory.
         exp_avg="bfloat16" and the like: how the state of that name alone is stored. Averages of
             gradients: "float32", "bfloat16", "float16", "m8"; squares: "float32", "bfloat16",
             "float16", "float16_root", "ue8m8", "log8". Default: as memory. Some are float32 always.
-        rounding: "nearest" or "stochastic", of parameters without a master. Default "nearest".
+        rounding: "nearest" or "stochastic", of low-precision parameters without a master. Default
+            "nearest"; "stochastic" with memory="masterless".
         seed: of stochastic rounding, in [0, 2^64); the same on all replicas. Default 0.
         offload: "state" keeps masters and states in pinned memory of the host, where a GPU's
             kernels step them (docs/memory.md); on a CPU it does nothing. Default None.
@@ -59,7 +61,7 @@ SHARED = """
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
 
-Preset = Literal["exact", "lean", "tiny", "micro", "float32"]
+Preset = Literal["exact", "lean", "tiny", "micro", "masterless", "float32"]
 
 
 class StateFormats(TypedDict, total=False):
@@ -208,7 +210,8 @@ def check_scatter(group: Mapping[str, Any]) -> None:
     decay, name = max((decay, name) for name, decay in decays.items())
     if decay <= 0.99:
         return
-    found = f'squares stored as "log8" (memory="micro") and averaged with {name}={decay:g}'
+    stored = 'squares stored as "log8" (memory="micro" or "masterless")'
+    found = f"{stored} and averaged with {name}={decay:g}"
     if decay >= 0.9999:
         raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
     warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")

@@ -108,12 +108,22 @@ def test_an_element_without_gradient_comes_to_rest(device: str, memory: str) -> 
             seen.append(master.reshape(4, 32))
     still, moving = stops.cpu().numpy(), ~stops.cpu().numpy()
     assert all(np.array_equal(master[still], seen[0][still]) for master in seen)
-    assert (seen[0][moving] != seen[-1][moving]).all()
+    moved = seen[0][moving] != seen[-1][moving]
+    # Without masters an update moves a weight by a whole place or by nothing.
+    assert moved.any() if memory == "masterless" else moved.all()
 
 
 @pytest.mark.parametrize(
     ("memory", "wanted"),
-    [(None, 12), ("float32", 14), ("exact", 12), ("lean", 7), ("tiny", 6.0625), ("micro", 5.09375)],
+    [
+        (None, 12),
+        ("float32", 14),
+        ("exact", 12),
+        ("lean", 7),
+        ("tiny", 6.0625),
+        ("micro", 5.09375),
+        ("masterless", 4.09375),
+    ],
 )
 def test_memory_is_what_the_storages_take(device: str, memory: str | None, wanted: float) -> None:
     param = nn.Parameter(torch.ones(1024, 1024, dtype=torch.bfloat16, device=device))

@@ -18,7 +18,7 @@ from torch import nn
 
 import amp_mp as amp
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
 WITHOUT_STEP = ("SGD", "LARS")  # torch's SGD, and Apex's LARC around it, count no steps
 Spoil = Callable[[dict[str, Any]], None]
 

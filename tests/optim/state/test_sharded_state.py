@@ -23,7 +23,7 @@ from amp_mp.sharding.shards import local_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
 MATRICES = ((96, 64), (3, 64), (33, 96), (4, 2, 8, 8), (6, 2, 32), (1, 64), (1, 32))
 SHAPES = (*MATRICES, (33,), (64,), (1,))
 # The shapes whose states "tiny" and "micro" store in groups, where parameters are split by rows, as
@@ -126,7 +126,7 @@ def check_same(found: dict[str, Any], wanted: dict[str, Any], skipped: set[int])
 
 
 def fell_back(layout: str, preset: str) -> set[int]:
-    if preset not in ("tiny", "micro"):
+    if preset not in ("tiny", "micro", "masterless"):
         return set()
     here = BY_ROWS - (BY_COLUMNS if layout == "columns" else BY_ROWS)
     return {i for i, shape in enumerate(SHAPES) if shape in here}
@@ -141,7 +141,7 @@ def whole_tensors(layout: str, preset: str) -> None:
     other.load_state_dict(saved)
     check_placing(other)
     for param in sharded.parameters():
-        if preset in ("tiny", "micro"):
+        if preset in ("tiny", "micro", "masterless"):
             assert ("exp_avg_m8" in other.state[param]) == has_groups(layout, tuple(param.shape))
     skipped = fell_back(layout, preset)
     check_same(gathered(other.state_dict()), saved["state"], skipped)
@@ -150,7 +150,7 @@ def whole_tensors(layout: str, preset: str) -> None:
         codes = [saved["state"][number][n] for n in ("exp_avg_m8", "exp_avg_m8_scale")]
         wanted = amp.formats.decode(codes, "m8")
         assert bool(((moments - wanted).abs() <= 2.0**-7 * wanted.abs()).all())
-        if preset == "micro":  # ue8m8 has all levels of log8
+        if preset in ("micro", "masterless"):  # ue8m8 has all levels of log8
             codes = [saved["state"][number][f"exp_avg_sq_log8{end}"] for end in ("", "_scale")]
             squares = whole(other.torch_state_dict()["state"][number]["exp_avg_sq"])
             assert torch.equal(squares, amp.formats.decode(codes, "log8"))
@@ -277,6 +277,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
             ("exact", "lean"),
             ("exact", "tiny"),
             ("micro", "exact"),
+            ("exact", "masterless"),
+            ("masterless", "exact"),
             ("micro", "tiny"),
             ("lean", "micro"),
         ]

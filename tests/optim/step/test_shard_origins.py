@@ -43,6 +43,7 @@ WAYS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "adamw, tiny": (OPTIM.AdamW, torch.bfloat16, {"memory": "tiny"}),
     "adamw, log8": (OPTIM.AdamW, torch.bfloat16, {"memory": "lean", "exp_avg_sq": "log8", **SHORT}),
     "adamw, m8 and log8": (OPTIM.AdamW, torch.bfloat16, {"memory": "micro", **SHORT}),
+    "adamw, masterless": (OPTIM.AdamW, torch.bfloat16, {"memory": "masterless", **SHORT}),
     "adamw, low": (OPTIM.AdamW, torch.bfloat16, {**KEPT, **LOW}),
     "sgd": (OPTIM.SGD, torch.float16, {"momentum": 0.9, **KEPT, "momentum_buffer": "bfloat16"}),
     "sgd, m8": (OPTIM.SGD, torch.bfloat16, {"momentum": 0.9, **KEPT, "momentum_buffer": "m8"}),
@@ -56,7 +57,7 @@ WAYS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "lamb, m8": (OPTIM.LAMB, torch.bfloat16, {"memory": "tiny", **LAMB}),
     "lamb, m8 and log8": (OPTIM.LAMB, torch.bfloat16, {**KEPT, "memory": "micro", **LAMB, **SHORT}),
 }
-IN_GROUPS = ("log8", "m8", "tiny", "micro")
+IN_GROUPS = ("log8", "m8", "tiny", "micro", "masterless")
 
 
 def fits(cut: str, options: dict[str, Any]) -> bool:

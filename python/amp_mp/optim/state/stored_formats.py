@@ -33,7 +33,8 @@ REMAINDER_FORMATS = {f["second_dtype"]: name for name, f in _SPLITS.items()}
 GROUPED = tuple(name for name, f in _STATES.items() if f["group"] > 1)
 GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
 ROUNDINGS = ("nearest", "stochastic")
-# What `memory=` stands for, by kind, and what holds without it.
+# What `memory=` stands for, by kind, and what holds without it. A preset without masters rounds
+# weights at random: to nearest, an update below half of a weight's last bit would never count.
 DEFAULT = {"master": "split32", "moment": "float32", "square": "float32"}
 PRESETS = {
     "float32": {"master": "float32", "moment": "float32", "square": "float32"},
@@ -41,6 +42,7 @@ PRESETS = {
     "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
     "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
     "micro": {"master": "split24", "moment": "m8", "square": "log8"},
+    "masterless": {"master": "none", "moment": "m8", "square": "log8", "rounding": "stochastic"},
 }
 
 # Names of the entries of a parameter's state; csrc/torch/state/rule_table.h has the table.
@@ -70,14 +72,21 @@ def resolve(memory: str | None, chosen: Chosen, kinds: Kinds) -> dict[str, str]:
     return formats
 
 
+def rounding_of(memory: str | None) -> str:
+    """How a preset rounds weights without a master, where the user does not say."""
+    return PRESETS[memory].get("rounding", "nearest") if memory else "nearest"
+
+
 def resolve_group(param_group: dict[str, Any], chosen: Chosen, kinds: Kinds) -> None:
-    """Replaces the `memory` of a new param_group, and completes the formats that it names."""
+    """Replaces the `memory` of a new param_group, and completes what it and single formats say."""
     own = {name: param_group.get(name) for name in chosen}
     memory = param_group.pop("memory", None)
     if memory is not None or any(own.values()):
         given = own if memory is not None else {name: own[name] or chosen[name] for name in own}
         stored = resolve(memory, given, kinds)
         param_group.update({n: s for n, s in stored.items() if memory or own[n]})
+        if "rounding" in PRESETS.get(memory or "", {}):
+            param_group.setdefault("rounding", rounding_of(memory))
 
 
 def split_name(format: str, dtype: torch.dtype) -> str:
