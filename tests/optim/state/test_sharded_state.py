@@ -184,6 +184,7 @@ def conversion(layout: str, source: str, target: str) -> None:
     model, optimizer = trained(source)
     saved = copy.deepcopy(optimizer.state_dict())
     twin = copy.deepcopy(model)
+    amp.drop_masters(twin)  # a copy's weights keep their bits, which shards lack; the file has them
     alone = adamw(twin, target)
     alone.load_state_dict(saved)
     sharded = split(model, layout)
