@@ -79,8 +79,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = options.get("max_grad_norm")
         self.skip_norm_above = options.get("skip_norm_above")
         self.raise_after_skips = options.get("raise_after_skips")
-        self.check_overflow = options.get("check_overflow", True)
-        self._checks_each = bool(options.get("check_overflow", False))
+        checks = options.get("check_overflow")
+        self.check_overflow, self._checks_each = checks is None or bool(checks), bool(checks)
         self._amp_scaling = options.get("amp_scaling", True)
         process_groups = checked_groups(options.get("process_groups"))
         self._chosen = {name: given.get(name) for name in ("master", *kinds)}

@@ -80,7 +80,7 @@ class Options(StateFormats, total=False):
 
     maximize: bool
     max_grad_norm: float | None
-    check_overflow: bool
+    check_overflow: bool | None
     skip_norm_above: float | NormSpike | None
     raise_after_skips: int | None
     amp_scaling: bool

@@ -153,6 +153,7 @@ def test_a_copy_and_a_file_keep_the_choice(device: str) -> None:
     model = Net().to(device)
     for options, checks, checks_each in (
         ({}, True, False),
+        ({"check_overflow": None}, True, False),  # as a config's null
         ({"check_overflow": True}, True, True),
         ({"check_overflow": False}, False, False),
     ):
