@@ -204,6 +204,12 @@ def coded_endings() -> list[str]:
 def is_on_host(tensor: Tensor) -> bool:
     """Whether a CUDA tensor is offloaded to memory of the host; no DTensor."""
 
+def copies_on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """CPU tensors of the same values, complete on return: csrc/torch/state/host_memory.h.
+
+    Each has a storage of its own, of its exact size; those of large CUDA tensors are pinned.
+    """
+
 def used_on_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keeps memory of other streams, once it is freed, until the current stream has come so far.
 

@@ -155,6 +155,13 @@ def unflatten_state_dict(state: dict[str, Any], paths: Mapping[str, Any]) -> dic
     return unflatten_state_dict(state, dict(paths))
 
 
+def save_state_dict(state: dict[str, Any], writer: Any, group: Any, *, no_dist: bool) -> None:
+    """torch.distributed.checkpoint.save, which itself may decide to be without a group."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    _save_state_dict(state, writer, group, no_dist=no_dist)
+
+
 def local_shape_and_offset(
     shape: tuple[int, ...], tensor: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import re
@@ -17,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import LOW, make, network, snapshot, train
 from everything import everything
+from small_disk import small_disk
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -254,36 +254,14 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["c", "file", "new"]
 
 
-class SmallDisk(io.FileIO):
-    """A file on a disk that has so many bytes left."""
-
-    def __init__(self, path: Path, left: int) -> None:
-        super().__init__(path, "w")
-        self.left = left
-
-    def write(self, data: Any) -> int:
-        self.left -= len(data)
-        if self.left < 0:
-            raise OSError(28, "No space left on device")
-        return super().write(data)
-
-
 def test_a_full_disk_is_named_wherever_it_is_met_and_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While torch writes a tensor it raises an "enforce fail" of its own."""
     path, pair = saved(tmp_path, step=1), make("exact")
-    opened = Path.open
     needed = sum(file.stat().st_size for file in path.glob("*.distcp"))
     for left in range(0, needed, needed // 7):
-
-        def small(self: Path, *arguments: Any, left: int = left, **keywords: Any) -> Any:
-            if self.suffix == ".distcp":
-                return SmallDisk(self, left)
-            return opened(self, *arguments, **keywords)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", small)
+        with small_disk(monkeypatch, left):
             wanted = f"^{path} was not written: rank 0 raised OSError: .*No space left"
             with pytest.raises(RuntimeError, match=wanted):
                 amp.checkpoint.save(path, *pair, step=2)

@@ -142,8 +142,12 @@ def readable(path: Path) -> Path:
     return kept
 
 
+@pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("before", ["nothing", "finished", "ended between the renames"])
-def test_a_process_may_end_at_any_operation(before: str, tmp_path: Path) -> None:
+def test_a_process_may_end_at_any_operation(before: str, wait: bool, tmp_path: Path) -> None:
+    def save(path: Path) -> None:
+        amp.checkpoint.save(path, *new, step=2, wait=wait).wait()
+
     old, new = make("exact"), make("exact")
     train(*old, 1)
     train(*new, 2)
@@ -159,7 +163,7 @@ def test_a_process_may_end_at_any_operation(before: str, tmp_path: Path) -> None
             path.rename(folder / "c.previous")
         elif before == "nothing":
             shutil.rmtree(path)
-        ended = ended_at(number, folder, lambda path=path: amp.checkpoint.save(path, *new, step=2))
+        ended = ended_at(number, folder, lambda path=path: save(path))
         if before != "nothing" or not ended:
             other = make("exact")
             step = amp.checkpoint.load(readable(path), *other)["step"]

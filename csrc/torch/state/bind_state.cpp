@@ -19,6 +19,8 @@ void bind_saved(py::module_& m) {
 
 void bind_arrays(py::module_& m) {
   m.def("is_on_host", &is_on_host, py::arg("tensor"));
+  m.def("copies_on_host", &copies_on_host, py::arg("tensors"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("has_groups", &has_groups, py::arg("param"));
   m.def(
       "scale_shape",

@@ -25,4 +25,8 @@ size_t host_bytes(int64_t count, at::ScalarType dtype);
 at::Tensor copy_to_host(const at::Tensor& t);
 bool is_on_host(const at::Tensor& t);
 
+// CPU tensors of the same values, complete on return. Each has a storage of its own, of its exact
+// size; those of large CUDA tensors are pinned, in one slab for each device.
+std::vector<at::Tensor> copies_on_host(const std::vector<at::Tensor>& tensors);
+
 }  // namespace amp_mp

@@ -4,9 +4,10 @@
 `contents` finds what is in a directory, `model_part` fills the model and its masters,
 `optimizer_part` makes the optimizer's state dict. `local_part` finds what differs between
 processes, `places` says where that is in a checkpoint. `processes` raises the error of one process
-on all of them.
+on all of them. `pending` writes a copy while training goes on.
 """
 
+from amp_mp.checkpoint.pending import PendingSave
 from amp_mp.checkpoint.save_load import load, save
 
-__all__ = ["load", "save"]
+__all__ = ["PendingSave", "load", "save"]

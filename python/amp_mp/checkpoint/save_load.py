@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_mp import _C
-from amp_mp.checkpoint import local_part, model_part, optimizer_part, places
+from amp_mp.checkpoint import local_part, model_part, optimizer_part, pending, places
 from amp_mp.checkpoint.contents import (
     PREVIOUS,
     Contents,
@@ -23,7 +23,15 @@ from amp_mp.checkpoint.contents import (
     rebuilt,
     with_structure,
 )
-from amp_mp.checkpoint.processes import all_or_none, run, this_rank
+from amp_mp.checkpoint.pending import PendingSave
+from amp_mp.checkpoint.processes import (
+    all_or_none,
+    background_group,
+    needs,
+    run,
+    this_rank,
+    write_in_background,
+)
 from amp_mp.checkpoint.reading import Reading
 from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import is_dtensor
@@ -35,8 +43,13 @@ OWN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MARK))
 
 
 def save(
-    path: str | PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **more: Any
-) -> None:
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    wait: bool = True,
+    **more: Any,
+) -> PendingSave:
     """Writes a model, its optimizer and whatever else is named into one directory.
 
         amp.checkpoint.save("step_1000", model, optimizer, scheduler=scheduler, step=1000)
@@ -55,21 +68,37 @@ def save(
         optimizer: one of amp_mp or torch.optim over the model's own parameters, or Accelerate's
             around one. Without it the bits that rounding cut off from the weights are saved all the
             same, and `load` of a prepared model keeps them.
+        wait: False returns as soon as everything is copied to the host's memory, which takes as
+            many bytes as the files; a thread writes the copy while training goes on. The
+            checkpoint has what was there at the call. The next `save` or `load`, and the end of
+            the process, wait for it. Call the result's `wait()` before
+            torch.distributed.destroy_process_group(). The same on all processes.
         more: numbers, strings, tensors, containers of them, or objects with a state_dict; the same
             on all processes. One process writes it, but for parameters of modules.
+
+    Returns a PendingSave: `wait()` returns when the checkpoint is complete, `done()` says whether
+    it is. An error of a save with wait=False is raised by its `wait()`, else by the next `save` or
+    `load`, else printed when the process ends.
 
     Raises on all processes: TypeError or ValueError for an optimizer that is not over the model's
     parameters, and for one in `more` whose parameters differ between processes; FileExistsError
     where path is a file or a directory with other files in it, or where path with .incomplete or
-    .previous exists and no save has made it; RuntimeError where a process cannot write. If a
-    process does not call it, the others wait for the process group's timeout.
+    .previous exists and no save has made it; RuntimeError where a process cannot write, where the
+    save before failed, and while a CUDA graph is captured. If a process does not call it, the
+    others wait for the process group's timeout.
     """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("checkpoint.save() cannot be captured by a CUDA graph; call it outside")
     from torch.distributed.checkpoint import state_dict_saver
 
     target, optimizer = Path(os.path.realpath(path)), optimizer_part.innermost(optimizer)
     unfinished, previous = (target.with_name(target.name + end) for end in (INCOMPLETE, PREVIOUS))
-    weights = model_part.state_of(model)
-    with all_or_none():
+    weights, rank, failed = model_part.state_of(model), this_rank(), f"{path} was not written"
+    with all_or_none() as waits:
+        if not isinstance(wait, bool):
+            raise TypeError(f"wait must be True or False, found {wait!r}; what is saved has names")
+        waits.append(wait)
+        pending.wait_for_last()  # its thread needs none of the others' calls
         for each in (model, *(each for each in more.values() if isinstance(each, nn.Module))):
             _C.refuse_borrowed(each.parameters(), "checkpoint.save()", reads=True)
         optimizer_part.refuse_sharded(more)
@@ -78,13 +107,15 @@ def save(
             state["optimizer"] = optimizer_part.named_state(model, optimizer)
         elif masters := model_part.masters(model):
             state["optimizer"] = {"state": masters}
-        if this_rank() == 0:
+        if rank == 0:
             _refuse_other_files(target)
             _refuse_other_files(unfinished, kept=True)
             _refuse_other_files(previous, kept=True)
             _delete(unfinished)
             unfinished.mkdir(parents=True)
             (unfinished / MARK).touch()
+    if len({*waits}) > 1:
+        raise ValueError(f"wait must be the same on all processes; by rank it is {waits}")
     for name, value in weights.items():
         if name.endswith(EXTRA_STATE) and isinstance(value, dict | list):
             weights[name] = (value,)  # stored as one value
@@ -93,10 +124,29 @@ def save(
         state = with_structure(state | kept, kept)
         told.append(local_part.told(model, optimizer, state, more))
     local_part.set_apart(state, told)
-    run(state_dict_saver.save, state, unfinished, f"{path} was not written")
+
+    def put_in_place(group: Any = None) -> None:
+        with all_or_none(group):
+            if rank == 0:
+                _put_in_place(target, unfinished, previous)
+
+    if wait:
+        run(state_dict_saver.save, state, unfinished, failed)
+        put_in_place()
+        return pending.complete(path)
     with all_or_none():
-        if this_rank() == 0:
-            _put_in_place(target, unfinished, previous)
+        state = pending.copied(state)
+    group = background_group()
+
+    def write() -> None:
+        with needs(group, failed):
+            try:
+                write_in_background(state, unfinished, failed, group)
+            finally:
+                state.clear()  # the thread of a failed save stays
+            put_in_place(group)
+
+    return pending.start(path, write)
 
 
 def _refuse_other_files(folder: Path, kept: bool = False) -> None:
@@ -173,7 +223,8 @@ def load(
             Modules are loaded before the others.
 
     Returns what else is in the file, by name; state dicts of the objects in `more` too.
-    Raises on all processes, with nothing changed: FileNotFoundError where there is no complete
+    Waits for a save with wait=False. Raises on all processes, with nothing changed: RuntimeError
+    where that save failed, FileNotFoundError where there is no complete
     checkpoint, ValueError naming what is missing, of another shape or group, or differs between
     processes and is held otherwise here, TypeError for an
     object that cannot be loaded, RuntimeError where a process cannot read its part.
@@ -181,6 +232,7 @@ def load(
     optimizer = optimizer_part.innermost(optimizer)
     targets = model_part.state_of(model)
     with all_or_none() as told:
+        pending.wait_for_last()
         params = model_part.named_params(model)
         _C.refuse_borrowed(params.values(), "checkpoint.load()")
         contents = Contents(path, params)
