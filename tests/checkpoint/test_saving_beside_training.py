@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import random
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,8 @@ import pytest
 import torch
 from checkpoints import LOW, make, network, snapshot, train
 from forked import Script, run_each
+from helpers import PRETEND_GPU
+from offloading import pinned, without_memory
 from random_tests import examples
 from small_disk import small_disk
 from tiers import paired
@@ -55,10 +60,15 @@ def under_way(path: Path, *parts: Any, **more: Any) -> Iterator[Any]:
 
 
 def written(path: Path) -> list[Any]:
-    """What is in a checkpoint's files, but for its random number."""
+    """What is in a checkpoint's files, but for its random number; with a GPU the order differs."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
-    data = [file.read_bytes() for file in sorted(path.glob("*.distcp"))]
-    return [data, metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data]
+    data = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+    entries = {
+        index: data[at.relative_path][at.offset : at.offset + at.length]
+        for index, at in metadata.storage_data.items()
+    }
+    assert sum(map(len, entries.values())) == sum(map(len, data.values()))
+    return [entries, metadata.state_dict_metadata, metadata.planner_data]
 
 
 class Training:
@@ -79,13 +89,14 @@ class Training:
         self.average = amp.AveragedModel(model, decay=0.9)
         self.plan = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
         self.history, self.seen = [0.5, {"a": [1]}], torch.arange(5.0, device=device)
+        self.pair = (1, self.seen + 1)
         self.released = optimizer.attach(model) if kind == "released" else None
         for _ in range(2):
             self.step()
 
     def more(self) -> dict[str, Any]:
         named = {"average": self.average, "plan": self.plan}
-        return named | {"history": self.history, "seen": self.seen, "pair": (1, self.seen)}
+        return named | {"history": self.history, "seen": self.seen, "pair": self.pair}
 
     def step(self) -> None:
         x = torch.randn(8, 64, device=self.device, dtype=self.model[0].weight.dtype)
@@ -119,6 +130,7 @@ class Training:
         self.history.append(3.0)
         self.history[1]["a"].append(2)  # type: ignore[index]
         self.seen.neg_()
+        self.pair[1].neg_()
 
     def delete(self) -> None:
         del self.model, self.optimizer, self.average, self.plan, self.seen, self.released
@@ -331,8 +343,6 @@ def test_what_cannot_be_copied_is_an_error_of_the_call(tmp_path: Path) -> None:
 
 def test_filters_of_warnings_stay_the_training_threads(tmp_path: Path) -> None:
     """Python keeps one list of them for all threads; torch warns where there is no group."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with under_way(tmp_path / "c", *make("exact")):
@@ -396,8 +406,6 @@ def test_the_end_of_the_process_waits(case: str, tmp_path: Path) -> None:
 
 
 def test_a_forked_process_has_none_under_way(tmp_path: Path) -> None:
-    import os
-
     with under_way(tmp_path / "c", *make("exact")):
         child = os.fork()
         if child == 0:
@@ -408,3 +416,34 @@ def test_a_forked_process_has_none_under_way(tmp_path: Path) -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     assert amp.checkpoint.load(tmp_path / "d", *make("exact")) == {"step": 1}
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.skipif(not PRETEND_GPU, reason="asks the emulated CUDA runtime")
+def test_the_copy_of_a_gpu_is_one_pinned_slab_that_is_freed(tmp_path: Path) -> None:
+    """Of the exact size, in pieces of 256 bytes; small tensors are beside it."""
+    model = nn.Linear(96, 64, device="cuda").to(LOW)
+    optimizer = amp.optim.AdamW(model.parameters(), memory="exact")
+    optimizer.init_state()
+    before = pinned()
+    with under_way(tmp_path / "c", model, optimizer):
+        (slab,) = (Counter(pinned()) - Counter(before)).elements()
+        assert slab == 96 * 64 * 12
+    assert pinned() == before
+    with without_memory(is_there=False), pytest.raises(RuntimeError, match="or pass wait=True"):
+        amp.checkpoint.save(tmp_path / "c", model, optimizer, wait=False)
+    amp.checkpoint.load(tmp_path / "c", model, optimizer)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_capture_is_refused(tmp_path: Path) -> None:
+    model, weight = nn.Linear(8, 8, device="cuda"), torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        weight.add_(1)
+        for wait in (True, False):
+            with pytest.raises(RuntimeError, match="cannot be captured by a CUDA graph"):
+                amp.checkpoint.save(tmp_path / "c", model, wait=wait)
+    graph.replay()
+    assert weight.tolist() == [1.0] * 3
+    assert not (tmp_path / "c").exists()
