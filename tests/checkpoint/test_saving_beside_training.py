@@ -8,7 +8,6 @@ import pickle
 import random
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,47 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LOW, make, network, snapshot, train
+from checkpoints import LOW, Gate, make, network, snapshot, train, under_way
 from forked import Script, run_each
-from helpers import PRETEND_GPU
-from offloading import pinned, without_memory
 from random_tests import examples
 from small_disk import small_disk
 from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
-
-LIMIT_S = 60.0  # for a gate that nobody opens
-
-
-class Gate:
-    """A value to save that the thread cannot write until the gate is open."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-
-    def __deepcopy__(self, memo: Any) -> Gate:
-        return self
-
-    def __reduce__(self) -> Any:
-        assert self.opened.wait(LIMIT_S)
-        return str, ("open",)
-
-
-@contextmanager
-def under_way(path: Path, *parts: Any, **more: Any) -> Iterator[Any]:
-    """A save that is not complete in the block, and is after it."""
-    gate = Gate()
-    pending = amp.checkpoint.save(path, *parts, wait=False, gate=gate, **more)
-    try:
-        assert not pending.done()
-        yield pending
-        assert not pending.done()
-    finally:
-        gate.opened.set()
-    pending.wait()
-    assert pending.done()
 
 
 def written(path: Path) -> list[Any]:
@@ -416,34 +382,3 @@ def test_a_forked_process_has_none_under_way(tmp_path: Path) -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     assert amp.checkpoint.load(tmp_path / "d", *make("exact")) == {"step": 1}
-
-
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.skipif(not PRETEND_GPU, reason="asks the emulated CUDA runtime")
-def test_the_copy_of_a_gpu_is_one_pinned_slab_that_is_freed(tmp_path: Path) -> None:
-    """Of the exact size, in pieces of 256 bytes; small tensors are beside it."""
-    model = nn.Linear(96, 64, device="cuda").to(LOW)
-    optimizer = amp.optim.AdamW(model.parameters(), memory="exact")
-    optimizer.init_state()
-    before = pinned()
-    with under_way(tmp_path / "c", model, optimizer):
-        (slab,) = (Counter(pinned()) - Counter(before)).elements()
-        assert slab == 96 * 64 * 12
-    assert pinned() == before
-    with without_memory(is_there=False), pytest.raises(RuntimeError, match="or pass wait=True"):
-        amp.checkpoint.save(tmp_path / "c", model, optimizer, wait=False)
-    amp.checkpoint.load(tmp_path / "c", model, optimizer)
-
-
-@pytest.mark.usefixtures("cuda")
-def test_a_capture_is_refused(tmp_path: Path) -> None:
-    model, weight = nn.Linear(8, 8, device="cuda"), torch.zeros(3, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        weight.add_(1)
-        for wait in (True, False):
-            with pytest.raises(RuntimeError, match="cannot be captured by a CUDA graph"):
-                amp.checkpoint.save(tmp_path / "c", model, wait=wait)
-    graph.replay()
-    assert weight.tolist() == [1.0] * 3
-    assert not (tmp_path / "c").exists()

@@ -19,7 +19,7 @@ from helpers import DTYPES, array, assert_same
 from hypothesis import example, given
 from hypothesis import strategies as st
 from random_tests import random_runs
-from rules import STORAGES, found_state
+from rules import MASTERED, found_state
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -77,7 +77,7 @@ class Run:
         self.max_norm: float | None = None
         params = list(self.model.parameters())
         arguments = {**NUMBERS, "seed": 7, "check_overflow": True}
-        self.optimizer = amp.optim.AdamW(params, **arguments, **STORAGES[memory])
+        self.optimizer = amp.optim.AdamW(params, **arguments, **MASTERED[memory])
         self.saved: Any = None
         self.versions: dict[int, int] = {}  # of the parameters, after the last call
 
@@ -200,7 +200,7 @@ class Run:
     def add_param_group(self, random: np.random.Generator) -> None:
         if len(self.groups) > 2:
             return
-        memory = list(STORAGES)[int(random.integers(0, len(STORAGES)))]
+        memory = list(MASTERED)[int(random.integers(0, len(MASTERED)))]
         self.wanted.append([])
         generator = torch.Generator().manual_seed(int(random.integers(0, 100)))
         shape = SHAPES[int(random.integers(0, 2))]
@@ -208,7 +208,7 @@ class Run:
         name = f"p{len(list(self.model.parameters()))}"
         param = self._new(name, shape, dtype, memory, generator, len(self.wanted) - 1)
         numbers = {**NUMBERS, "lr": 3e-3, "seed": 7}
-        group = {"params": [param], **numbers, **STORAGES[memory]}
+        group = {"params": [param], **numbers, **MASTERED[memory]}
         self.optimizer.add_param_group(group)
         self.groups.append(numbers)
 
@@ -242,9 +242,9 @@ class Run:
 
     def change_formats(self, random: np.random.Generator) -> None:
         """A new optimizer of other formats loads what the old one saves."""
-        memory = list(STORAGES)[int(random.integers(0, len(STORAGES)))]
+        memory = list(MASTERED)[int(random.integers(0, len(MASTERED)))]
         old = self.optimizer
-        groups = [{"params": g["params"], **STORAGES[memory]} for g in old.param_groups]
+        groups = [{"params": g["params"], **MASTERED[memory]} for g in old.param_groups]
         self.optimizer = amp.optim.AdamW(groups, check_overflow=True)
         self.optimizer.max_grad_norm = self.max_norm
         states = []
@@ -310,7 +310,7 @@ CALLS: dict[str, Callable[[Run, np.random.Generator], None]] = {
 @random_runs(300)
 @given(
     dtype=st.sampled_from(["bfloat16", "float16"]),
-    memory=st.sampled_from(list(STORAGES)),
+    memory=st.sampled_from(list(MASTERED)),
     calls=st.lists(
         st.tuples(st.sampled_from(list(CALLS)), st.integers(0, 2**16)), min_size=3, max_size=14
     ),

@@ -109,7 +109,7 @@ def test_every_optimizer_wrapper_and_rule_has_a_case_in_every_format() -> None:
     assert rows.keys() > RULES.keys() | OF_MATRICES.keys()
     around_torch = {row for row in rows if "torch's" in row}
     assert len(around_torch) == 6
-    assert len(set(cases)) == len(cases) == 7 * len(rows) - 6 * len(around_torch)
+    assert len(set(cases)) == len(cases) == 8 * len(rows) - 7 * len(around_torch)
     of_presets = {format for formats in PRESETS.values() for format in formats}
     assert of_presets | {"float16", "float16_root"} >= {*amp.formats.NAMES}
 

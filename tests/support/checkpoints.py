@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 
 LOW = torch.bfloat16
+LIMIT_S = 60.0  # for a gate that nobody opens
 PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
 # A stored master's largest relative error is 2^-MASTER_BITS; 24: none. docs/formats.md.
 MASTER_BITS = {"float32": 24, "exact": 24, "lean": 16, "tiny": 16, "micro": 16, "masterless": 8}
@@ -51,3 +56,32 @@ def snapshot(model: nn.Module, optimizer: Any = None) -> dict[str, bytes]:
 def masters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The float32 values of the model's parameters."""
     return amp.float32_state_dict(model, optimizer)
+
+
+class Gate:
+    """A value to save that the thread cannot write until the gate is open."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> Gate:
+        return self
+
+    def __reduce__(self) -> Any:
+        assert self.opened.wait(LIMIT_S)
+        return str, ("open",)
+
+
+@contextmanager
+def under_way(path: Path, *parts: Any, **more: Any) -> Iterator[Any]:
+    """A save that is not complete in the block, and is after it."""
+    gate = Gate()
+    pending = amp.checkpoint.save(path, *parts, wait=False, gate=gate, **more)
+    try:
+        assert not pending.done()
+        yield pending
+        assert not pending.done()
+    finally:
+        gate.opened.set()
+    pending.wait()
+    assert pending.done()

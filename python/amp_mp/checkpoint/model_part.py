@@ -196,7 +196,9 @@ def keep_masters(model: nn.Module, optimizer: Optimizer | None, reading: Reading
     if fused is not None:
         fused.init_state()  # torch's files lack what amp_mp keeps beside the step count
         stepped = {param for param in params_in(fused.param_groups) if param in fused.state}
-        alone = set(params_in([g for g in fused.param_groups if g["master"] == "none"]))
+        for group in fused.param_groups:
+            if group["master"] == "none":
+                alone.update(params_in([group]))
     for name, param in reading.params.items():
         if param.dtype not in LOW_PRECISION or name not in reading.weights:
             continue

@@ -22,6 +22,8 @@ FILES = {
     "optim/backward/test_attach_scaling": 11,
     "casting/test_cast_cache": 15,
     "casting/test_casting": 18,
+    "checkpoint/test_cuda_saving": 2,
+    "checkpoint/test_saving_beside_training": 1,
     "casting/test_cuda_cast_streams": 4,
     "contract/test_cuda_scripts_on_any_streams": 6,
     "grad_scaler/test_cuda_graph_splits": 15,

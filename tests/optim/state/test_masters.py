@@ -11,7 +11,7 @@ import reference
 import reference_formats as formats
 import torch
 from helpers import DTYPES, LOSES_UPDATES, array, assert_same, random, raw_bytes, warns
-from rules import PRESETS, STORAGES
+from rules import MASTERED, PRESETS, STORAGES
 from tiers import paired
 from torch import Tensor, nn
 
@@ -349,7 +349,7 @@ def test_addresses_stay(device: str, storage: str) -> None:
     assert addresses() == before
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", MASTERED)
 def test_what_is_written_in_another_layout_stays_with_the_weight(device: str, storage: str) -> None:
     """The master follows its parameter there as another tensor, which float32_of has to read."""
     model = nn.Module()

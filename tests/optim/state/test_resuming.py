@@ -12,6 +12,7 @@ import reference_formats as formats
 import torch
 from helpers import DTYPES, array, assert_same, raw_bytes, state_names, through_a_file
 from rules import (
+    MASTERED,
     MEMORIES,
     RULES,
     STORAGES,
@@ -83,7 +84,7 @@ def test_resuming_gives_the_same_bits(device: str, rule: str, memory: str, dtype
     assert raw_bytes(again.state_dict()) == raw_bytes(optimizer.state_dict())
 
 
-CONVERTED = {**STORAGES, "halves": {"exp_avg": "float16", "exp_avg_sq": "float16_root"}}
+CONVERTED = {**MASTERED, "halves": {"exp_avg": "float16", "exp_avg_sq": "float16_root"}}
 
 
 @pytest.mark.parametrize("source", CONVERTED)
