@@ -61,6 +61,7 @@ def whole() -> Model:
 
 def fsdp(model: Model, **options: Any) -> Model:
     fully_shard(model.up, **options)
+    fully_shard([model.norm, model.frozen], **options)
     fully_shard(model, **options)
     return model
 

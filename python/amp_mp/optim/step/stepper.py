@@ -296,8 +296,9 @@ class Stepper:
             # Reading a GPU's gradients would wait for it, and they may be a later step's by now.
             on_cpu = all(p.device.type == "cpu" for p in params_in(optimizer.param_groups))
             also = optimizer.max_grad_norm or optimizer.skip_norm_above or self._is_layerwise()
+            left = "nothing was" if self.release is None else "the parameters of these were not"
             warn(
-                f"{name} has skipped step {watch.steps}: gradients are inf or NaN, and nothing was "
+                f"{name} has skipped step {watch.steps}: gradients are inf or NaN, and {left} "
                 "changed. last_report() tells of the next ones"
                 + ("" if also else "; with check_overflow=False they are stepped, as torch does")
                 + (f". The gradients concerned:\n{describe(scale)}" if on_cpu else "")
