@@ -71,6 +71,7 @@ def in_child(action: Callable[[], None]) -> int:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # a fork has none of the others, and would wait for them
     folder, ranks, kills, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
     drawn = random.Random(seed)
     path, met = folder / "c", Counter[str]()
