@@ -72,7 +72,7 @@ def test_the_script_has_the_bits_of_ordinary_training(page: dict[str, Any]) -> N
 
 
 def test_one_gradient_is_held_at_a_time(page: dict[str, Any]) -> None:
-    *_, released, _, of_release = train(page, offload="state")
+    *_, released, _, of_release = train(page, release=True, offload="state")
     sizes = [param.nbytes for param in released.parameters()]
     assert of_release == max(sizes)
     *_, of_ordinary = train(page, release=False)
