@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import caught
 from layouts import Bag, Net, digests, set_grads, shard
 from ranks import on_ranks
 from torch import nn
@@ -27,15 +28,6 @@ def made(layout: str | None = "fsdp", shapes: Any = SHAPES) -> Any:
     set_grads(list(model.parameters()), 0)
     optimizer.step()
     return model, optimizer
-
-
-def caught(call: Any, *arguments: Any, **more: Any) -> str:
-    """The error of a call, with the notes that it has."""
-    try:
-        call(*arguments, **more)
-    except Exception as error:
-        return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", [])])
-    return ""
 
 
 def held(model: Any, optimizer: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import caught
 from forked import Script, run_each
 from layouts import Bag, differences, shard, train
 from ranks import LARGE, on_ranks
@@ -74,14 +75,6 @@ def full_on_rank_1() -> Iterator[None]:
                 yield
         else:
             yield
-
-
-def caught(call: Any, *arguments: Any, **more: Any) -> str:
-    try:
-        call(*arguments, **more)
-    except Exception as error:
-        return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", [])])
-    return ""
 
 
 def fails(path: str, asks: str) -> list[str]:

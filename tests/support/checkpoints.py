@@ -85,3 +85,12 @@ def under_way(path: Path, *parts: Any, **more: Any) -> Iterator[Any]:
         gate.opened.set()
     pending.wait()
     assert pending.done()
+
+
+def caught(call: Any, *arguments: Any, **more: Any) -> str:
+    """The error of a call, with the notes that it has."""
+    try:
+        call(*arguments, **more)
+    except Exception as error:
+        return " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", [])])
+    return ""

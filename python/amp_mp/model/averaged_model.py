@@ -18,7 +18,14 @@ from amp_mp.optim.state import kept_masters
 from amp_mp.optim.state.stored_formats import split_name
 from amp_mp.optim.step.cuda_graphs import is_capturing
 from amp_mp.param_groups import params_in, stepped_params
-from amp_mp.sharding.shards import is_dtensor, is_placed_as, like, local_of, locals_of
+from amp_mp.sharding.shards import (
+    any_dtensor,
+    is_dtensor,
+    is_placed_as,
+    like,
+    local_of,
+    locals_of,
+)
 
 FORMAT = "split32"  # of an average of low-precision weights
 
@@ -156,7 +163,6 @@ class AveragedModel(nn.Module):
         the model is called inside, or, after restoring the weights, where anything else wrote them.
         """
         model = self._following() if model is None else model
-        reshard(model)
         averages, live, _ = self._tensors(model)
         names = [name for name, _ in _named_tensors(model)]
         own = [tensor for tensor in live if isinstance(tensor, nn.Parameter)]
@@ -247,7 +253,11 @@ class AveragedModel(nn.Module):
         return found if self.use_buffers else found[: len(list(self.module.parameters()))]
 
     def _tensors(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor], int]:
-        """Parameters and buffers of the averaged module and of the model; how many are averaged."""
+        """Parameters and buffers of the averaged module and of the model; how many are averaged.
+
+        What FSDP2 has gathered is shards again.
+        """
+        reshard(model)
         params = list(self.module.parameters())
         own = [*params, *self.module.buffers()]
         live = [*model.parameters(), *model.buffers()]
@@ -256,6 +266,7 @@ class AveragedModel(nn.Module):
                 f"model has {len(live)} parameters and buffers, its average {len(own)}: the model "
                 "has changed since; make a new AveragedModel"
             )
+        are_split = any_dtensor([*own, *live])
         for index, (average, tensor) in enumerate(zip(own, live, strict=True)):
             if average.dtype != tensor.dtype or average.shape != tensor.shape:
                 name = _named_tensors(self.module)[index][0]
@@ -264,7 +275,7 @@ class AveragedModel(nn.Module):
                     f"{average.dtype} of shape {tuple(average.shape)}; make the AveragedModel "
                     "after amp_mp.prepare and every other change"
                 )
-            if (is_dtensor(average) or is_dtensor(tensor)) and not is_placed_as(average, tensor):
+            if are_split and not is_placed_as(average, tensor):
                 name = _named_tensors(self.module)[index][0]
                 raise ValueError(
                     f"model: {name} {_place(tensor)}, and its average {_place(average)}; make the "
@@ -275,7 +286,6 @@ class AveragedModel(nn.Module):
 
     @torch.no_grad()
     def _move(self, model: nn.Module, decay: float) -> None:
-        reshard(model)
         averages, live, moving = self._tensors(model)
         _C.refuse_borrowed(live, "an update", reads=True)
         if any(is_capturing(device) for device in {tensor.device for tensor in live}):

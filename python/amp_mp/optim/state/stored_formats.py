@@ -85,8 +85,8 @@ def resolve_group(param_group: dict[str, Any], chosen: Chosen, kinds: Kinds) -> 
         given = own if memory is not None else {name: own[name] or chosen[name] for name in own}
         stored = resolve(memory, given, kinds)
         param_group.update({n: s for n, s in stored.items() if memory or own[n]})
-        if "rounding" in PRESETS.get(memory or "", {}):
-            param_group.setdefault("rounding", rounding_of(memory))
+        if rounding := PRESETS.get(memory or "", {}).get("rounding"):
+            param_group.setdefault("rounding", rounding)
 
 
 def split_name(format: str, dtype: torch.dtype) -> str:
