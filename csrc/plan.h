@@ -61,6 +61,47 @@ struct Comparison {
   Changes changes;
 };
 
+// A watched tensor in a look pass, which adds up all of it. Bits are counted in chunks of
+// kLookChunk elements.
+constexpr int kLookChunk = 1 << 14;
+struct Look {
+  uint64_t sum, noted;  // of the weights as they are, and as the notes have it
+  uint64_t bits;
+};
+struct Watched {
+  int64_t size;
+  Array weights;    // float32, float16 or bfloat16
+  Changes changes;  // without a sum (null) nothing is noted
+  Look* found;
+};
+
+// The same tensor in a gather pass: where its bits are set, as positions in the whole tensor, and
+// the weights there. `ends` has how many bits each chunk and those before it have, and in front of
+// the tensor's first chunk how many all earlier tensors have.
+struct Gathering {
+  int64_t size;
+  Array weights;
+  Changes changes;
+  const int64_t* ends;
+  void* positions;  // int32, or int64 if `wide`
+  uint16_t* values;
+  Origin origin;
+  bool wide;
+
+  AMP_MP_BOTH int64_t begin_of(int64_t chunk) const { return ends[chunk - 1] - ends[-1]; }
+};
+
+// Values on their way into a tensor of `limit` elements of `width` bytes.
+struct Scattering {
+  int64_t size;           // how many
+  const void* positions;  // int32, or int64 if `wide`
+  const void* values;
+  void* to;
+  int64_t limit;
+  int width;  // 1, 2, 4 or 8
+  bool wide;
+};
+
 // A matrix in low precision: element (i, j) is at data + i * row + j * column.
 struct Matrix {
   const void* data;

@@ -22,6 +22,7 @@ struct Changes {
   Format format = Format::bfloat16;  // of the numbers: float16 or bfloat16
 
   AMP_MP_BOTH uint8_t* bits() const { return reinterpret_cast<uint8_t*>(sum + 1); }
+  AMP_MP_BOTH uint64_t* words() const { return sum + 1; }  // the same, 64 weights each
 };
 
 // The coefficient of number i is that of its place in a tile of 256, of 16 bits, times the tile's.

@@ -182,5 +182,49 @@ class Noting {
   PartialSums added_, sums_;
 };
 
+constexpr int kWord = 64;
+
+// Where the bits of [begin, end) are set, `count` of them.
+template <class Index>
+AMP_MP_BOTH void find_bits(const uint64_t* words, int64_t begin, int64_t end, Index* to,
+                           int64_t count) {
+  // Most words have few bits. So many are always written, since a loop that ends after a number of
+  // turns that no processor can guess takes longer; what is too much is written over.
+  constexpr int kFew = 4;
+  int64_t n = 0;
+  for (int64_t i = begin; i < end; i += kWord) {
+    uint64_t left = words[i / kWord];
+    const int64_t next = n + __builtin_popcountll(left);
+    if (n + kFew <= count)
+      for (int k = 0; k < kFew; ++k, left &= left - 1)
+        to[n + k] = Index(i + __builtin_ctzll(left | uint64_t(1) << (kWord - 1)));
+    else
+      left = words[i / kWord];
+    for (int64_t at = next - __builtin_popcountll(left); left != 0; ++at, left &= left - 1)
+      to[at] = Index(i + __builtin_ctzll(left));
+    n = next;
+  }
+}
+
+template <class Index>
+AMP_MP_BOTH void gather_as(const Gathering& g, int64_t begin, int64_t end, int64_t first,
+                           int64_t count) {
+  auto* const positions = static_cast<Index*>(g.positions) + first;
+  uint16_t* const values = g.values + first;
+  find_bits(g.changes.words(), begin, end, positions, count);
+  if (g.weights.format == Format::float32) {
+    const auto* weights = static_cast<const float*>(g.weights.data);
+    for (int64_t k = 0; k < count; ++k)
+      values[k] = compared(weights[positions[k]], g.changes.format);
+  } else {
+    const auto* weights = static_cast<const uint16_t*>(g.weights.data);
+    for (int64_t k = 0; k < count; ++k) values[k] = weights[positions[k]];
+  }
+  const Index start = Index(g.origin.first), length = Index(g.origin.row_length),
+              gap = Index(g.origin.row_stride - g.origin.row_length);
+  for (int64_t k = 0; k < count; ++k)
+    positions[k] += start + (length ? positions[k] / length * gap : 0);
+}
+
 }  // namespace
 }  // namespace amp_mp::cpu

@@ -24,6 +24,11 @@ struct Kernels {
   void (*copy)(const Transfer& transfer, int64_t begin, int64_t end, float multiplier);
   void (*average)(const Transfer& transfer, int64_t begin, int64_t end, Averaging averaging);
   void (*compare)(const Comparison& comparison, int64_t begin, int64_t end);  // from whole tiles on
+  // Of one chunk, which is from whole tiles on; gather is told what the bits are.
+  int64_t (*count_bits)(const Changes& changes, int64_t begin, int64_t end);
+  void (*look)(const Watched& watched, int64_t begin, int64_t end);
+  void (*gather)(const Gathering& gathering, int64_t begin, int64_t end, int64_t first,
+                 int64_t count);
   void (*multiply)(const Product& product, int64_t begin, int64_t end);  // columns of the result
   void (*widen_transposed)(const Transposed& transposed);                // wide from low
   void (*round_transposed)(const Transposed& transposed);                // low from wide

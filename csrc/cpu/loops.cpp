@@ -82,6 +82,31 @@ void compare(const Comparison& c, int64_t begin, int64_t end) {
   add_to(c.changes.sum, sums);
 }
 
+int64_t count_bits(const Changes& changes, int64_t begin, int64_t end) {
+  int64_t bits = 0;
+  for (int64_t i = begin; i < end; i += kWord)
+    bits += __builtin_popcountll(changes.words()[i / kWord]);
+  return bits;
+}
+
+void look(const Watched& w, int64_t begin, int64_t end) {
+  alignas(64) uint16_t made[kTile];
+  PartialSums sums;
+  for (int64_t i = begin; i < end; i += kTile) {
+    const int n = int(end - i < kTile ? end - i : kTile);
+    const uint16_t* now = numbers_of(w.weights, w.changes.format, i, made, n);
+    compare_tile<false>(nullptr, nullptr, now, i / kTile, n, sums);
+  }
+  add_to(&w.found->sum, sums);
+}
+
+void gather(const Gathering& g, int64_t begin, int64_t end, int64_t first, int64_t count) {
+  if (g.wide)
+    gather_as<int64_t>(g, begin, end, first, count);
+  else
+    gather_as<int32_t>(g, begin, end, first, count);
+}
+
 // As torch's addcmul_ adds: with a fused multiply-add where the processor has one.
 void adapt(float* __restrict grad, const float* __restrict weight, int64_t n, float inverse,
            float decay, float ratio) {
@@ -107,8 +132,19 @@ void widen_transposed(const Transposed& transposed);
 void round_transposed(const Transposed& transposed);
 
 extern const Kernels table;
-const Kernels table = {
-    AMP_MP_NAME(AMP_MP_ISA), measure,          copy, average,        compare, multiply,
-    widen_transposed,        round_transposed, norm, norm_gradients, adapt};
+const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
+                       measure,
+                       copy,
+                       average,
+                       compare,
+                       count_bits,
+                       look,
+                       gather,
+                       multiply,
+                       widen_transposed,
+                       round_transposed,
+                       norm,
+                       norm_gradients,
+                       adapt};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

@@ -1,5 +1,6 @@
 #include "cpu/passes.h"
 
+#include <atomic>
 #include <memory>
 #include <new>
 
@@ -153,6 +154,86 @@ void compare(const Comparison* comparisons, int64_t count, int threads) {
   const auto loop = kernels()->compare;
   for_each_range(comparisons, count, kBlock, threads,
                  [&](const Range& r) { loop(comparisons[r.item], r.begin, r.end); });
+}
+
+namespace {
+
+// Calls f(item, begin, end, chunk) for every chunk; `chunk` counts those of the whole list before.
+template <class F>
+void for_each_chunk(const Watched* watched, int64_t count, int threads, const F& f) {
+  for_each_range(watched, count, kLookChunk, threads, [&](Range r) {
+    for (; r.begin < r.end; r.begin += kLookChunk)
+      f(r.item, r.begin, r.end < r.begin + kLookChunk ? r.end : r.begin + kLookChunk, r.unit++);
+  });
+}
+
+}  // namespace
+
+void count_bits(const Watched* watched, int64_t count, int32_t* counts, int threads) {
+  const auto loop = kernels()->count_bits;
+  for_each_chunk(
+      watched, count, threads, [&](int64_t i, int64_t begin, int64_t end, int64_t chunk) {
+        counts[chunk] = watched[i].changes.sum ? int32_t(loop(watched[i].changes, begin, end)) : 0;
+      });
+}
+
+void look(const Watched* watched, const Gathering* gatherings, int64_t count, int threads) {
+  const Kernels& loops = *kernels();
+  for (int64_t i = 0; i < count; ++i) watched[i].found->sum = 0;
+  for_each_chunk(watched, count, threads, [&](int64_t i, int64_t begin, int64_t end, int64_t) {
+    loops.look(watched[i], begin, end);
+    if (!gatherings || !gatherings[i].positions) return;
+    const Gathering& g = gatherings[i];
+    const int64_t chunk = begin / kLookChunk, first = g.begin_of(chunk);
+    if (const int64_t bits = g.begin_of(chunk + 1) - first)
+      loops.gather(g, begin, end, first, bits);
+  });
+}
+
+namespace {
+
+// Calls f with the positions in their type.
+template <class F>
+void with_positions(const Scattering& s, const F& f) {
+  if (s.wide)
+    f(static_cast<const int64_t*>(s.positions));
+  else
+    f(static_cast<const int32_t*>(s.positions));
+}
+
+template <class Position, class Value>
+void scatter_as(const Scattering& s, const Position* positions, const Range& r, Value) {
+  const auto* values = static_cast<const Value*>(s.values);
+  auto* to = static_cast<Value*>(s.to);
+  for (int64_t i = r.begin; i < r.end; ++i) to[positions[i]] = values[i];
+}
+
+}  // namespace
+
+void check_positions(const Scattering* scatterings, int64_t count, int32_t* bad, int threads) {
+  for_each_range(scatterings, count, kBlock, threads, [&](const Range& r) {
+    const Scattering& s = scatterings[r.item];
+    int32_t outside = 0;
+    with_positions(s, [&](const auto* positions) {
+      for (int64_t i = r.begin; i < r.end; ++i)
+        outside += uint64_t(positions[i]) >= uint64_t(s.limit);
+    });
+    std::atomic_ref(bad[r.item]).fetch_add(outside, std::memory_order_relaxed);
+  });
+}
+
+void scatter(const Scattering* scatterings, int64_t count, int threads) {
+  for_each_range(scatterings, count, kBlock, threads, [&](const Range& r) {
+    const Scattering& s = scatterings[r.item];
+    with_positions(s, [&](const auto* positions) {
+      switch (s.width) {
+        case 1: return scatter_as(s, positions, r, uint8_t());
+        case 2: return scatter_as(s, positions, r, uint16_t());
+        case 4: return scatter_as(s, positions, r, uint32_t());
+        default: return scatter_as(s, positions, r, uint64_t());
+      }
+    });
+  });
 }
 
 namespace {

@@ -19,6 +19,17 @@ void average(const Transfer* transfers, int64_t count, double decay, int threads
 // Notes which weights are others than before.
 void compare(const Comparison* comparisons, int64_t count, int threads);
 
+// counts: of each chunk, how many bits are set.
+void count_bits(const Watched* watched, int64_t count, int32_t* counts, int threads);
+
+// Looks at all of them and gathers, while a chunk is in the cache, the changes of those with
+// positions. gatherings: one for each, or null.
+void look(const Watched* watched, const Gathering* gatherings, int64_t count, int threads);
+
+// bad: for each, how many positions lie outside of the tensor.
+void check_positions(const Scattering* scatterings, int64_t count, int32_t* bad, int threads);
+void scatter(const Scattering* scatterings, int64_t count, int threads);
+
 // Ticks each slot's clock and updates its arrays. The caller has already looked at the verdict:
 // this step is not skipped. `rules` is scratch for `count` rules of rule.bytes each.
 void apply(const RuleInfo& rule, const Slot* slots, int64_t count, const Hyper* hypers,

@@ -14,6 +14,10 @@ const char* decide(const Statistics*, const Criteria&, Verdict*, void*) { return
 const char* copy(const Transfer*, int64_t, const Verdict*, double, void*) { return kAbsent; }
 const char* average(const Transfer*, int64_t, double, void*) { return kAbsent; }
 const char* compare(const Comparison*, int64_t, void*) { return kAbsent; }
+const char* look(const Watched*, int64_t, int32_t*, void*) { return kAbsent; }
+const char* gather(const Gathering*, int64_t, void*) { return kAbsent; }
+const char* check_positions(const Scattering*, int64_t, int32_t*, void*) { return kAbsent; }
+const char* scatter(const Scattering*, int64_t, void*) { return kAbsent; }
 int chunk_of(const Slot*, int64_t) { return 1; }
 bool is_short(const StepPlan&) { return true; }
 int64_t table_bytes(int64_t, int64_t) { return 0; }

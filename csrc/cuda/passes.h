@@ -35,6 +35,14 @@ const char* average(const Transfer* transfers, int64_t count, double decay, void
 // Notes which weights are others than before.
 const char* compare(const Comparison* comparisons, int64_t count, void* stream);
 
+// As on the CPU (cpu/passes.h). counts, ends and bad are device memory; look adds to what is in
+// `found`, check_positions to what is in `bad`.
+const char* look(const Watched* watched, int64_t count, int32_t* counts, void* stream);
+const char* gather(const Gathering* gatherings, int64_t count, void* stream);
+const char* check_positions(const Scattering* scatterings, int64_t count, int32_t* bad,
+                            void* stream);
+const char* scatter(const Scattering* scatterings, int64_t count, void* stream);
+
 // The slots of a step and the numbers of their param_groups.
 struct StepPlan {
   const Slot* slots;

@@ -21,6 +21,7 @@ void bind_rule_table(py::module_& m);
 void bind_weights(py::module_& m);
 void bind_loans(py::module_& m);
 void bind_weight_changes(py::module_& m);
+void bind_looks(py::module_& m);
 void bind_restore(py::module_& m);
 void bind_edit_block(py::module_& m);
 void bind_gradients(py::module_& m);

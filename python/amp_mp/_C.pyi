@@ -400,9 +400,8 @@ class WeightChanges:
         """int64: the sum, then the bits."""
     @property
     def dtype(self) -> torch.dtype: ...
-    def fits(self, param: Tensor) -> bool: ...
-    def places(self) -> Tensor:
-        """Where bits are set, int64, ascending, in the order of the weights' memory."""
+    def follow(self, param: Tensor) -> bool:
+        """Whether they are the parameter's; then they are on its device afterwards."""
 
 def watch(param: Tensor, owner: Any, changes: WeightChanges) -> None:
     """Has steps note the parameter's changes from now on, for as long as `changes` lives."""
@@ -420,6 +419,37 @@ def compare(
     dtypes: Sequence[torch.dtype],
 ) -> None:
     """Notes in each memory which weights are others; without `before` adds all to the sum."""
+
+class Looked:
+    """What one look at watched tensors of a device has found: csrc/torch/weights/looks.cpp."""
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        notes: Sequence[WeightChanges | None],
+        counting: Sequence[tuple[tuple[int, int, int], bool]],
+    ) -> None:
+        """Reads each tensor once, and waits for the device once.
+
+        counting: of each, if `gather` will be called: the origin of its positions, and whether they
+        are int64, not int32.
+        """
+    @property
+    def found(self) -> list[list[int]]:
+        """Of each tensor: its sum, the sum that its notes have, and how many bits are set."""
+    def gather(
+        self, which: Sequence[int], weights: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Positions where the bits of these tensors are set, and the weights there. Once."""
+    def is_current(self) -> bool:
+        """Whether the notes have the sums that were found."""
+    def clear(self) -> None:
+        """Lets the notes begin anew with the weights that were looked at."""
+
+def scatter(
+    targets: Sequence[Tensor], positions: Sequence[Tensor], values: Sequence[Tensor]
+) -> list[int]:
+    """Writes values to flat positions, unless one is outside. How many are, for each tensor."""
 
 def note_gradients(params: Iterable[Tensor], scale: float | None = None) -> None:
     """Notes the parameters' gradients as they are now.

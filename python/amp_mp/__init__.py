@@ -66,14 +66,16 @@ from amp_mp import casting, checkpoint, formats, nn, optim, scaling
 from amp_mp.casting.autocast import autocast
 from amp_mp.casting.op_table import explain, policies, set_policy
 from amp_mp.grad_scaler.grad_scaler import GradScaler
+from amp_mp.model.apply_changes import apply_changes
 from amp_mp.model.averaged_model import AveragedModel
-from amp_mp.model.changes import Changes, apply_changes
+from amp_mp.model.changes import Changes
 from amp_mp.model.convert import prepare
 from amp_mp.model.float32_state_dict import (
     float32_of,
     float32_state_dict,
     load_float32_state_dict,
 )
+from amp_mp.model.pieces import Piece
 from amp_mp.model.selection import keep_fp32
 from amp_mp.nn.main_grads import attach_main_grads
 from amp_mp.optim.state.kept_masters import drop_masters
@@ -86,7 +88,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "AveragedModel", "Changes", "FP16_Optimizer", "GradScaler", "__version__", "apex",
+    "AveragedModel", "Changes", "FP16_Optimizer", "GradScaler", "Piece",
+    "__version__", "apex",
     "apply_changes", "attach_main_grads", "autocast", "build_info", "casting", "checkpoint",
     "compat", "diagnose", "drop_masters", "explain", "float32_of", "float32_state_dict",
     "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim",

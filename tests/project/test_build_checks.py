@@ -481,7 +481,8 @@ ALWAYS = {"core_rules", "cpu_passes", "cpu_select"}
 FAMILIES = ("adam", "adaptive", "layerwise", "muon", "rmsprop", "sgd")
 KERNELS = {f"cuda_apply_{family}" for family in FAMILIES}
 KERNELS |= {
-    f"cuda_{name}" for name in ["average", "compare", "copy", "decide", "measure", "runtime"]
+    f"cuda_{name}"
+    for name in ["average", "changed", "compare", "copy", "decide", "measure", "runtime"]
 }
 KERNELS |= {"cuda_step", "cuda_step_table"}
 NO_KERNELS = {"cuda_absent"}

@@ -75,6 +75,7 @@ void bind_state(py::module_& m) {
   bind_weights(m);
   bind_loans(m);
   bind_weight_changes(m);
+  bind_looks(m);
 }
 
 }  // namespace amp_mp

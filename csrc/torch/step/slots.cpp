@@ -162,7 +162,9 @@ void Slots::find_changes(bool captured) {
   for (size_t i = 0; i < own_.size(); ++i) {
     checked_.slots[i].changes = {};
     const std::shared_ptr<WeightChanges> changes = own_[i].changes.lock();
-    if (!changes || !changes->fits(params_[i])) continue;
+    // A capture cannot copy the notes to the weight's device; then all of it counts as changed.
+    if (!changes || (captured && changes->memory().device() != device_)) continue;
+    if (!changes->follow(params_[i])) continue;
     if (captured) changes->keep();
     used_on_current_stream(changes->memory());
     checked_.slots[i].changes = changes->changes();

@@ -1,12 +1,7 @@
 #include "torch/weights/weight_changes.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-
-#include <bit>
 
 #include "cpu/passes.h"
 #include "torch/bind.h"
@@ -31,58 +26,21 @@ uint64_t watched = 0;
 
 WeightChanges::WeightChanges(py::handle param, at::ScalarType dtype)
     : dtype_(dtype), weight_dtype_(local_of(param).scalar_type()), size_(local_of(param).numel()) {
-  const at::Tensor weight = local_of(param).detach();
-  memory_ = at::zeros({1 + ceil_divide(size_, kBitsOfWord)}, weight.options().dtype(at::kLong));
-  compare({weight}, {std::nullopt}, {memory_}, {dtype});
+  memory_ =
+      at::zeros({1 + ceil_divide(size_, kBitsOfWord)}, local_of(param).options().dtype(at::kLong));
 }
 
-bool WeightChanges::fits(const at::Tensor& weight) const {
-  return weight.scalar_type() == weight_dtype_ && weight.numel() == size_ &&
-         weight.device() == memory_.device();
+bool WeightChanges::follow(const at::Tensor& weight) {
+  if (weight.scalar_type() != weight_dtype_ || weight.numel() != size_) return false;
+  if (!weight.is_cpu() && !weight.is_cuda()) return false;
+  // Copying to the host waits for the device. So a weight that was copied there before, without
+  // waiting, is all there when this returns.
+  if (weight.device() != memory_.device()) memory_ = memory_.to(weight.device());
+  return true;
 }
 
 Changes WeightChanges::changes() const {
   return {data_of<uint64_t>(memory_), format_of_numbers(dtype_)};
-}
-
-at::Tensor WeightChanges::places() const {
-  const at::Tensor words = memory_.narrow(0, 1, memory_.numel() - 1);
-  if (!memory_.is_cpu()) {
-    constexpr int64_t kTogether = 1 << 22;  // bytes; computing takes 80 times as much
-    const at::Tensor bytes = words.view(at::kByte), bit_of = at::arange(8, bytes.options());
-    Tensors found;
-    for (int64_t at = 0; at < bytes.numel(); at += kTogether) {
-      const at::Tensor part = bytes.narrow(0, at, std::min(kTogether, bytes.numel() - at));
-      const at::Tensor set = part.nonzero().flatten();  // in few steps of training most are 0
-      const at::Tensor eight = part.index_select(0, set).unsqueeze(1);
-      const auto where = eight.bitwise_right_shift(bit_of).bitwise_and_(1).nonzero().unbind(1);
-      found.push_back(set.index_select(0, where[0]).add_(at).mul_(8).add_(where[1]));
-    }
-    return found.empty() ? at::empty({0}, words.options()) : at::cat(found);
-  }
-  const auto* word = words.const_data_ptr<int64_t>();
-  const int64_t count = words.numel();
-  constexpr int64_t kGrain = 4096;  // words of a thread's share
-  const int64_t shares = ceil_divide(count, kGrain);
-  std::vector<int64_t> begin(size_t(shares + 1), 0);
-  const auto end_of = [&](int64_t s) { return std::min((s + 1) * kGrain, count); };
-  at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
-    for (int64_t s = first; s < last; ++s)
-      for (int64_t w = s * kGrain; w < end_of(s); ++w)
-        begin[size_t(s + 1)] += std::popcount(uint64_t(word[w]));
-  });
-  for (size_t s = 1; s < begin.size(); ++s) begin[s] += begin[s - 1];
-  const at::Tensor places = at::empty({begin.back()}, words.options());
-  auto* const to = places.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
-    for (int64_t s = first; s < last; ++s) {
-      int64_t* next = to + begin[size_t(s)];
-      for (int64_t w = s * kGrain; w < end_of(s); ++w)
-        for (auto left = uint64_t(word[w]); left != 0; left &= left - 1)
-          *next++ = kBitsOfWord * w + std::countr_zero(left);
-    }
-  });
-  return places;
 }
 
 void watch(py::handle param, py::handle owner, const std::shared_ptr<WeightChanges>& changes) {
@@ -130,9 +88,8 @@ void bind_weight_changes(py::module_& m) {
   py::class_<WeightChanges, std::shared_ptr<WeightChanges>>(m, "WeightChanges")
       .def(py::init<py::handle, at::ScalarType>(), py::arg("param"), py::arg("dtype"))
       .def(
-          "fits", [](const WeightChanges& c, py::handle param) { return c.fits(local_of(param)); },
+          "follow", [](WeightChanges& c, py::handle param) { return c.follow(local_of(param)); },
           py::arg("param"))
-      .def("places", &WeightChanges::places, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("memory", &WeightChanges::memory)
       .def_property_readonly("dtype", &WeightChanges::dtype);
   m.def("watch", &watch, py::arg("param"), py::arg("owner"), py::arg("changes"));
@@ -143,7 +100,7 @@ void bind_weight_changes(py::module_& m) {
         std::vector<std::pair<py::object, std::shared_ptr<WeightChanges>>> found;
         if (watched == 0) return found;
         for (const py::handle param : params)
-          if (auto changes = changes_of(param); changes && changes->fits(local_of(param)))
+          if (auto changes = changes_of(param); changes && changes->follow(local_of(param)))
             found.emplace_back(py::reinterpret_borrow<py::object>(param), std::move(changes));
         return found;
       },

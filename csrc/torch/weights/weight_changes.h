@@ -1,6 +1,6 @@
 #pragma once
 // Notes of which weights change, for as long as an amp.Changes wants them: see core/changes.h.
-// Everything here needs the GIL but fits, changes and memory.
+// Everything here needs the GIL but follow, changes and memory.
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -17,17 +17,16 @@ namespace amp_mp {
 class WeightChanges {
  public:
   // Notes for a parameter, or a DTensor's part on this process, in float16, bfloat16 or float32;
-  // float32 weights are rounded to `dtype` to compare them. No bit is set; the sum is the weight's.
+  // float32 weights are rounded to `dtype` to compare them. No bit is set, and the sum is 0: who
+  // makes them looks at the weight and begins (looks.cpp).
   WeightChanges(py::handle param, at::ScalarType dtype);
 
-  // Whether the weight still has the dtype, size and device of these notes.
-  bool fits(const at::Tensor& weight) const;
+  // Whether the weight still has the dtype and size of these notes, which move to its device.
+  bool follow(const at::Tensor& weight);
   Changes changes() const;
   // int64: the sum, then the bits.
   const at::Tensor& memory() const { return memory_; }
   at::ScalarType dtype() const { return dtype_; }
-  // Where bits are set, int64, ascending, in the order of the weights' memory.
-  at::Tensor places() const;
   // Keeps the memory for ever: a CUDA graph writes to it.
   void keep() { keeper_ = keeper_ ? keeper_ : new at::Tensor(memory_); }
 

@@ -1,31 +1,29 @@
 """Which weights have changed since they were last taken, and their new values."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_mp import _C
-from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_dtype
-from amp_mp.model import moving
-from amp_mp.module_names import plain_name, plain_names
-from amp_mp.sharding.shards import is_dtensor, local_of, origin_of, why_unusable
+from amp_mp.dtypes import LOW_PRECISION, check_dtype
+from amp_mp.model import checksums
+from amp_mp.model.pieces import Cut, Piece, PiecesOf, cut_all
+from amp_mp.model.watched import ChangedWeights, Names, Watched
+from amp_mp.sharding.shards import is_dtensor, local_of
 
 
-class ChangedWeights(NamedTuple):
-    """Weights of one parameter that have changed: where, and what they are now.
+class Taken(dict[str, ChangedWeights]):
+    """What `Changes.take` gives, by the receiver's names.
 
-    positions: int32, or int64 where the tensor has 2^31 elements or more; ascending; counted in the
-    row-major order of the parameter's shape, whatever its layout. values: as many, in the
-    parameter's dtype, or in that of `Changes` for a float32 parameter. Both are copies, where the
-    parameter is.
+    base: the version that a receiver must have; None where every weight is in it. version: the one
+    that it has when all processes' parts have been put in.
     """
 
-    positions: Tensor
-    values: Tensor
+    base: int | None
+    version: int
 
 
 class Changes:
@@ -43,7 +41,7 @@ class Changes:
     whose bits change. What anything else has written (a load, `clamp_`, `.data`, NumPy, a
     broadcast, `optimizer.masters`, torch's optimizers, a CUDA graph captured before) is found by a
     sum of each tensor's weights, and counts as the whole tensor; unless it is restored before
-    `take`, which counts as no change.
+    `take`, which counts as no change. Moving the model to another device keeps the notes.
 
     Args:
         model: its parameters are watched from now on, frozen ones too, each under the first of its
@@ -52,236 +50,304 @@ class Changes:
             round to as by Tensor.to, and values are of that dtype. Default None: where one of its
             weights has changed, a float32 parameter (`prepare`'s norms) is given whole, in float32,
             as are those of other dtypes.
+        buffers: also watches persistent buffers, as state_dict() has them, by a copy of each.
+            Default False.
+        names: what the receiver calls a parameter, as a function of its name and whole shape that
+            returns `Piece`s: several where it splits what the trainer has in one, as single
+            experts, or q, k and v. Positions then count in the receiver's tensors. Default None:
+            the trainer's names.
 
-    Buffers are not watched. A model is watched by one object at a time, and as long as that lives.
-    Copies and pickles of it watch the copied model and begin with all weights changed.
+    A model is watched by one object at a time, and as long as that lives. Copies and pickles of it
+    watch the copied model and begin with all weights changed.
 
     Raises TypeError for what is no module, ValueError for another dtype, for a model of float32
-    weights alone without one, for weights on the meta device, and where another object watches.
+    weights alone without one, for weights on the meta device, for pieces that leave out elements or
+    have some twice, and where another object watches.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        *,
+        buffers: bool = False,
+        names: PiecesOf | None = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, found {model!r}")
         if dtype is not None:
             check_dtype(dtype, LOW_PRECISION)
-        self.model, self.dtype = model, dtype
-        self._watched: dict[str, _Watched] = {}
-        present = _named_parameters(model)
-        dtypes = {param.dtype for _, param in present.values()}
-        if dtype is None and dtypes == {torch.float32}:
+        self.model, self.dtype, self._buffers, self._names = model, dtype, buffers, names
+        self._version = 0
+        self._marks = 0  # how often mark_all was called
+        self._watched: dict[str, Watched] = {}
+        self._cuts: dict[str, Cut] = {}
+        self._kept: tuple[_Look, int] | None = None
+        present = Names.of(model, buffers)
+        params = {n: t for n, (_, t) in present.tensors.items() if isinstance(t, nn.Parameter)}
+        if dtype is None and {param.dtype for param in params.values()} == {torch.float32}:
             raise ValueError(
                 "all parameters are float32, and a step changes nearly all of their bits: name the "
                 "dtype that the receiver has, as in Changes(model, torch.bfloat16)"
             )
-        for name, (_, param) in present.items():
+        for name, param in params.items():
             if _C.changes_of(param) is not None:
                 raise ValueError(
                     f"{name} is watched by another amp.Changes; take from that one and send to "
                     "every receiver, or delete it first"
                 )
-        for name, (owner, param) in present.items():
-            self._watched[name] = _Watched(name, owner, param, dtype)
+        self._cut_up(present)
+        for name, (owner, tensor) in present.tensors.items():
+            self._watched[name] = Watched(name, owner, tensor, dtype)
+        with torch.no_grad():
+            _Look(list(self._watched.values())).end()
+
+    @property
+    def version(self) -> int:
+        """Which version of the weights the receiver has: 0 at first.
+
+        One more at each `begin`, `given` and `take` without keep.
+        """
+        return self._version
+
+    @property
+    def aliases(self) -> dict[str, list[str]]:
+        """The other names of tied weights, by the first, under which `take` has them."""
+        found: dict[str, list[str]] = {}
+        for name, first in Names.of(self.model, self._buffers).first.items():
+            if name != first:
+                found.setdefault(first, []).append(name)
+        return found
 
     @torch.no_grad()
-    def take(self, *, global_positions: bool = False) -> dict[str, ChangedWeights]:
+    def take(
+        self, *, global_positions: bool = False, every: bool = False, keep: bool = False
+    ) -> Taken:
         """What has changed since the last call, since the object was made, or since `mark_all`.
 
-        Parameters without a change are not in it. The bits are cleared, unless an error is raised.
-        Each process gets its own part of a DTensor, and nothing is sent; positions count in its
-        shard, or, with global_positions=True, in the whole tensor.
+        Several steps together give each weight that one of them has changed, also if another has
+        changed it back. Each process gets its own part of a DTensor, and nothing is sent.
 
-        On CUDA it waits for the device, once and once for each parameter. RuntimeError inside of
-        AveragedModel.swap, while a CUDA graph is captured, and where FSDP2 has put whole weights in
-        the place of shards.
+        Args:
+            global_positions: positions count in the whole tensor. Default False: in the part of a
+                DTensor on this process. With `names` they always count in the receiver's tensors.
+            every: all names of state_dict(), in its order, those of tied weights and of watched
+                buffers too; where nothing has changed, with empty tensors. Default False: only what
+                has changed, each tensor under its first name.
+            keep: the changes stay noted until `given`, so that after a failure the next call has
+                them and later ones. Default False: they have been given when this returns.
+
+        On CUDA it waits for the device once, and once more where `names` splits tensors. The
+        changes stay noted where an error is raised: RuntimeError inside of AveragedModel.swap,
+        while a CUDA graph is captured, and where FSDP2 has put whole weights in the place of
+        shards.
         """
-        looks = self._look()
-        taken: dict[str, ChangedWeights] = {}
-        for watched, is_all in looks:
-            found = watched.changed(is_all, global_positions)
-            if found is not None:
-                taken[watched.name] = found
-        for watched, _ in looks:
-            watched.clear()
+        present = self._follow()
+        everywhere = global_positions or self._names is not None
+        look = _Look(list(self._watched.values()), everywhere)
+        is_whole = all(each.has_all_changed for each in self._watched.values())
+        found = look.take()
+        wanted = present.first if every else {name: name for name in found}
+        pieces = cut_all(self._cuts, {n: found[own] for n, own in wanted.items() if own in found})
+        taken = Taken()
+        for name, own in wanted.items():
+            taken.update(pieces.get(name) or self._cuts[name].empty(self._watched[own].nothing()))
+        taken.base = None if is_whole else self._version
+        taken.version = self._version + 1
+        self._kept = (look, self._marks)
+        if not keep:
+            self._end()
         return taken
+
+    @torch.no_grad()
+    def given(self) -> None:
+        """Says that what the last `take(keep=True)` gave has arrived; the next is without it.
+
+        On CUDA it waits for the device. RuntimeError without such a `take`, and if a step has
+        changed weights since then: the next `take` then has those of both.
+        """
+        if self._kept is None:
+            raise RuntimeError(
+                "there is nothing to be confirmed: given() belongs to take(keep=True), once"
+            )
+        if not self._kept[0].is_current():
+            raise RuntimeError(
+                "a step has changed weights since take(keep=True), and its changes cannot be told "
+                "from those; call given() before the next step, or leave it out: the next take() "
+                "has both"
+            )
+        self._end()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Says that the receiver has the weights as they are now, by other means than `take`."""
+        self._follow()
+        self._kept = (_Look(list(self._watched.values())), self._marks)
+        self._end()
+
+    def _end(self) -> None:
+        """Lets the notes begin anew after the look that is kept."""
+        assert self._kept is not None
+        look, marks = self._kept
+        look.end(marks == self._marks)
+        self._kept = None
+        self._version += 1
 
     @torch.no_grad()
     def count(self) -> int:
         """How many weights `take` would give on this process. On CUDA it waits for the device."""
-        return sum(watched.count(is_all) for watched, is_all in self._look())
+        self._follow()
+        _Look(list(self._watched.values()))
+        return sum(each.count for each in self._watched.values())
 
     def share(self) -> float:
         """`count` over the number of weights on this process; 0.0 where it has none."""
         changed = self.count()  # first: it looks for parameters that have been replaced
-        whole = sum(watched.local().numel() for watched in self._watched.values())
+        whole = sum(each.local().numel() for each in self._watched.values())
         return changed / whole if whole else 0.0
 
     def mark_all(self) -> None:
         """Has the next `take` give every weight, for a receiver that has begun anew."""
+        self._marks += 1
         for watched in self._watched.values():
             watched.is_all = True
 
-    def _look(self) -> list[tuple["_Watched", bool]]:
-        """The parameters as they are now, each with whether all of it counts as changed."""
-        present = _named_parameters(self.model)
-        own = [param for _, param in present.values()]
+    @torch.no_grad()
+    def checksums(self) -> dict[str, tuple[int, int]]:
+        """What this process adds to the Adler-32 of each whole tensor's bytes, as they are now.
+
+        By the names of `take(every=True)`; bytes are those of the dtype that is given. Added over
+        the processes that hold different parts, replicas once, modulo 65521, the two numbers are
+        the lower and the upper half of the checksum: of a model that is not sharded,
+        zlib.adler32(bytes) == upper << 16 | lower. Tensors without elements are left out. The sums
+        tell a wrong base or a fault in transport, and keep nobody from forging.
+        """
+        present = self._follow()
+        names, sums = list[str](), list[Tensor]()
+        for name, own in present.first.items():
+            watched = self._watched[own]
+            local, origin = watched.local().contiguous(), watched.origin(global_positions=True)
+            for piece in self._cuts[name].pieces:
+                if piece.numel:
+                    names.append(piece.name)
+                    sums.append(checksums.sums_of(local, origin, piece, watched.given_dtype))
+        by_device: dict[torch.device, list[int]] = {}
+        for index, each in enumerate(sums):
+            by_device.setdefault(each.device, []).append(index)
+        found = dict[str, tuple[int, int]].fromkeys(names, (0, 0))
+        for indices in by_device.values():
+            for index, (low, high) in zip(
+                indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True
+            ):
+                found[names[index]] = (low, high)
+        return found
+
+    def _follow(self) -> Names:
+        """Watches the model's tensors as they are now. Returns their names."""
+        present = Names.of(self.model, self._buffers)
+        own = [t for _, t in present.tensors.values() if isinstance(t, nn.Parameter)]
         _C.refuse_borrowed(own, "amp.Changes.take()", reads=True)
         _C.round_written_masters(own)
-        for name, (owner, param) in present.items():
+        self._cut_up(present)
+        for name, (owner, tensor) in present.tensors.items():
             known = self._watched.get(name)
-            if known is not None and known.is_sharded and not is_dtensor(param):
+            if known is not None and known.is_sharded and not is_dtensor(tensor):
                 raise RuntimeError(
                     f"{name} is a whole tensor at present, and was a shard: FSDP2 leaves it so "
                     "after a forward pass without a backward pass; call model.reshard() first"
                 )
-            if known is not None and known.fits(param):
+            if known is not None and known.fits(tensor):
                 continue
             if known is not None:  # or the parameter would have notes of another's
                 known.notes = None
-            self._watched[name] = _Watched(name, owner, param, self.dtype)
+            self._watched[name] = Watched(name, owner, tensor, self.dtype)
             self._watched[name].is_all = True
-        self._watched = {name: self._watched[name] for name in present}
-        looked = list(self._watched.values())
-        _add_up(looked)
-        return [(each, each.is_all or each.now != each.then) for each in looked]
+        self._watched = {name: self._watched[name] for name in present.tensors}
+        for each in self._watched.values():
+            each.note_copy()
+        return present
+
+    def _cut_up(self, present: Names) -> None:
+        """Asks for the receiver's names of what has no pieces yet."""
+        for name, own in present.first.items():
+            shape = present.tensors[own][1].shape
+            if name not in self._cuts or self._cuts[name].shape != shape:
+                self._cuts[name] = Cut(name, shape, self._names or _own_name)
+        self._cuts = {name: self._cuts[name] for name in present.first}
+        firsts = (name for name, own in present.first.items() if name == own)
+        owners: dict[str, str] = {}
+        for name in firsts:
+            for piece in self._cuts[name].pieces:
+                if owners.setdefault(piece.name, name) != name:
+                    raise ValueError(
+                        f"names gives {piece.name!r} to a piece of {owners[piece.name]} and to one "
+                        f"of {name}; each of the receiver's tensors is one piece"
+                    )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_copy, (self.model, self.dtype)
+        return _of_copy, (self.model, self.dtype, self._buffers, self._names)
 
 
-def _of_copy(model: nn.Module, dtype: torch.dtype | None) -> Changes:
-    changes = Changes(model, dtype)
+def _own_name(name: str, shape: torch.Size) -> list[Piece]:
+    return [Piece(name, tuple(shape))]
+
+
+def _of_copy(
+    model: nn.Module, dtype: torch.dtype | None, buffers: bool, names: PiecesOf | None
+) -> Changes:
+    changes = Changes(model, dtype, buffers=buffers, names=names)
     changes.mark_all()
     return changes
 
 
-class _Watched:
-    """One parameter: its notes, where steps can make some, and the sum of its weights."""
+class _Look:
+    """What all watched tensors are at one time. It reads each once, and waits once a device."""
 
-    def __init__(
-        self, name: str, owner: nn.Module, param: Tensor, dtype: torch.dtype | None
-    ) -> None:
-        if local_of(param).is_meta:
-            raise ValueError(f"{name} is on the meta device and has no weights yet")
-        if why := why_unusable(param):
-            raise ValueError(f"{name} {why}")
-        self.name, self.param, self.is_all = name, param, False
-        self.is_sharded = is_dtensor(param)
-        self.dtype = param.dtype if param.dtype in LOW_PRECISION else dtype
-        self.dtype = self.dtype if param.dtype in NATIVE else None
-        self.notes: _C.WeightChanges | None = None
-        if self.dtype is not None:
-            self.notes = _C.WeightChanges(param, self.dtype)
-            _C.watch(param, owner, self.notes)
-        self.shape, self.kind = param.shape, (param.dtype, local_of(param).device)
-        # The sum of the weights at the last look, and what the noted steps have made of it.
-        self.now = self.then = 0
-        if self.notes is None:
-            _add_up([self])
-            self.then = self.now
+    def __init__(self, watched: list[Watched], global_positions: bool | None = None) -> None:
+        """global_positions: how positions count if `take` will be called, else None."""
+        self._watched, self._global = watched, global_positions
+        by_device: dict[torch.device, list[Watched]] = {}
+        for each in watched:
+            by_device.setdefault(each.local().device, []).append(each)
+        for device, own in by_device.items():
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(f"{own[0].name} is on {device}; amp_mp works on CPU and CUDA")
+        self._parts: list[tuple[list[Watched], _C.Looked]] = []
+        for own in by_device.values():
+            weights, notes = [each.numbers() for each in own], [each.notes for each in own]
+            looked = _C.Looked(weights, notes, [] if global_positions is None else [
+                (each.origin(global_positions), each.is_wide(global_positions)) for each in own
+            ])  # fmt: skip
+            for each, numbers in zip(own, looked.found, strict=True):
+                each.looked_at(*numbers)
+            self._parts.append((own, looked))
+        self._sums = [each.now for each in watched]
 
-    def local(self) -> Tensor:
-        """The part on this process."""
-        return (local_of(self.param) if self.is_sharded else self.param).detach()
+    def take(self) -> dict[str, ChangedWeights]:
+        """What has changed, by name, in the order of the watched tensors."""
+        assert self._global is not None
+        found: dict[str, ChangedWeights] = {}
+        for own, looked in self._parts:
+            some = [i for i, w in enumerate(own) if not w.has_all_changed and w.bits]
+            gathered = looked.gather(some, [own[i].local() for i in some])
+            for i, (positions, values) in zip(some, gathered, strict=True):
+                found[own[i].name] = own[i].in_rows(ChangedWeights(positions, values))
+        for each in self._watched:
+            if each.has_all_changed and each.local().numel():
+                found[each.name] = each.all_changed(self._global)
+        return {each.name: found[each.name] for each in self._watched if each.name in found}
 
-    def fits(self, param: Tensor) -> bool:
-        """Whether it watches this parameter as it is now."""
-        if self.param is not param or self.shape != param.shape:
-            return False
-        same = self.kind == (param.dtype, self.local().device)
-        return same and (self.notes is None or _C.changes_of(param) is self.notes)
+    def is_current(self) -> bool:
+        """Whether no step has changed a weight since. Waits for the devices."""
+        return all(looked.is_current() for _, looked in self._parts)
 
-    def numbers(self) -> Tensor:
-        """What is added up: the weights, or the bytes of what no step notes, as 16-bit numbers."""
-        local = self.local()
-        if self.notes is not None:
-            return local
-        raw = local.contiguous().flatten().view(torch.uint8)
-        return (raw.to(torch.int16) if raw.numel() % 2 else raw).view(torch.float16)
-
-    def count(self, is_all: bool) -> int:
-        """How many weights have changed."""
-        if is_all or self.notes is None:
-            return self.local().numel() if is_all else 0
-        bits = self.notes.memory[1:].view(torch.uint8)
-        return int(sum((bits & (1 << bit)).count_nonzero() for bit in range(8)))
-
-    def changed(self, is_all: bool, global_positions: bool) -> ChangedWeights | None:
-        """The changed weights; None without any."""
-        local = self.local()
-        whole = prod(self.param.shape) if global_positions else local.numel()
-        dtype = torch.int32 if whole < 2**31 else torch.int64
-        if is_all:
-            places = torch.arange(local.numel(), dtype=dtype, device=local.device)
-            values = local.flatten().clone()
-        elif self.notes is None:
-            return None
-        else:
-            places, values = _in_rows(local, self.notes.places().to(dtype))
-        if places.numel() == 0:
-            return None
-        if self.dtype is not None:
-            values = values.to(self.dtype)
-        if global_positions:
-            first, length, stride = origin_of(self.param)
-            if length:
-                places = places // length * stride + places % length
-            places = places + first
-        return ChangedWeights(places, values)
-
-    def clear(self) -> None:
-        """Begins anew with the weights that were looked at."""
-        if self.notes is not None:
-            self.notes.memory.zero_()
-            self.notes.memory[:1].fill_(self.now)
-        self.then, self.is_all = self.now, False
-
-
-def _add_up(parameters: Iterable[_Watched]) -> None:
-    """Sums the weights of each parameter, in one pass a device, and reads the sums of the notes."""
-    by_device: dict[torch.device, list[_Watched]] = {}
-    for each in parameters:
-        by_device.setdefault(each.kind[1], []).append(each)
-    for device, own in by_device.items():
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"{own[0].name} is on {device}; amp_mp works on CPU and CUDA")
-        sums = torch.zeros(len(own), dtype=torch.int64, device=device)
-        places = [sums[i : i + 1] for i in range(len(own))]
-        dtypes = [each.dtype or torch.float16 for each in own]
-        _C.compare([each.numbers() for each in own], [None] * len(own), places, dtypes)
-        noted = [each for each in own if each.notes is not None]
-        thens = torch.cat([sums, *(each.notes.memory[:1] for each in noted if each.notes)]).tolist()
-        for each, total in zip(own, thens, strict=False):
-            each.now = total
-        for each, total in zip(noted, thens[len(own) :], strict=True):
-            each.then = total
-
-
-def _in_rows(local: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Places in memory as positions in row-major order, ascending, and the values there."""
-    if local.is_contiguous():
-        return places, local.view(-1).index_select(0, places)
-    strides, sizes = local.stride(), local.shape
-    order = sorted(range(local.dim()), key=lambda dim: (-strides[dim], -sizes[dim]))
-    values = local.permute(order).reshape(-1).index_select(0, places)
-    rows = torch.zeros_like(places)
-    for dim in reversed(order):
-        rows += places % sizes[dim] * prod(sizes[dim + 1 :])
-        places = places // sizes[dim]
-    rows, by_rows = rows.sort()
-    return rows, values.index_select(0, by_rows)
-
-
-def _named_parameters(model: nn.Module) -> dict[str, tuple[nn.Module, nn.Parameter]]:
-    """The parameters with their modules, by the names of the plain model."""
-    names = plain_names(model)
-    found, seen = {}, set[int]()
-    for prefix, module in model.named_modules():
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in seen:
-                seen.add(id(param))
-                found[plain_name(names, f"{prefix}.{name}")] = (module, param)
-    return found
+    def end(self, unmarks: bool = True) -> None:
+        """Lets the notes begin anew with the weights that were looked at."""
+        for _, looked in self._parts:
+            looked.clear()
+        for each, now in zip(self._watched, self._sums, strict=True):
+            each.then = now
+            each.is_all = each.is_all and not unmarks
 
 
 @contextmanager
@@ -298,52 +364,3 @@ def noting(params: Iterable[Tensor]) -> Iterator[None]:
         after = [local_of(watched[i][0]).detach() for i in indices]
         memory, dtypes = [each.memory for each in notes], [each.dtype for each in notes]
         _C.compare(after, [before[i] for i in indices], memory, dtypes)
-
-
-@torch.no_grad()
-def apply_changes(model: nn.Module, taken: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Puts changed weights into another model: those that `Changes.take` gave, from any device.
-
-    model: has parameters of these names, in the values' dtype or in float32. In a DTensor, and in a
-    plain parameter beside it, positions count in the part on this process.
-
-    Raises TypeError for what is no module and for a dtype that would round the values; ValueError
-    for unknown names, positions outside of the parameter, and another number of values. Nothing is
-    changed then.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, found {model!r}")
-    present = _named_parameters(model)
-    if unknown := sorted(taken.keys() - present.keys()):
-        raise ValueError(
-            f"{len(unknown)} of {len(taken)} names are not those of the model's parameters: "
-            f"{', '.join(unknown[:5])}; the model has {', '.join(list(present)[:5])}"
-        )
-    writes = []
-    for name, (positions, values) in taken.items():
-        local = local_of(present[name][1]).detach()
-        if values.dtype not in (local.dtype, *LOW_PRECISION) or (
-            values.dtype != local.dtype and local.dtype != torch.float32
-        ):
-            raise TypeError(f"{name} is {local.dtype}, and {values.dtype} values would be rounded")
-        if positions.shape != values.shape or positions.dim() != 1:
-            raise ValueError(
-                f"{name} has positions of shape {tuple(positions.shape)} and values of shape "
-                f"{tuple(values.shape)}; both must be lists of the same length"
-            )
-        if len(positions):
-            places = positions.to(local.device, torch.int64)
-            writes.append((name, local, places, values.to(local.device, local.dtype)))
-    ends = [torch.stack(places.aminmax()).cpu() for _, _, places, _ in writes]
-    for (name, local, _, _), (first, last) in zip(writes, map(Tensor.tolist, ends), strict=True):
-        if not 0 <= first <= last < local.numel():
-            raise ValueError(
-                f"{name} has positions from {first} to {last}, and {local.numel()} weights here; "
-                "positions of a whole tensor belong to models that are not sharded"
-            )
-    moving.leave_out(present[name][0] for name in taken if not present[name][1].requires_grad)
-    for _, local, places, values in writes:
-        if local.is_contiguous():
-            local.view(-1).index_copy_(0, places, values)
-        else:
-            local[torch.unravel_index(places, local.shape)] = values

@@ -160,6 +160,7 @@ inline int __any_sync(unsigned mask, int predicate, CUDA_ON_CPU_HERE) {
 #undef CUDA_ON_CPU_HERE
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 
 // Relaxed, as on the device: an atomic orders no other memory, and TSan holds kernels to that.
 // CUDA's own list of types, so that what compiles here compiles there (uint64_t does not).
