@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from ranks import LARGE, on_ranks
 from tiers import tiered
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import amp_mp as amp
+from amp_mp.sharding.shards import set_local
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
@@ -378,3 +380,98 @@ def test_around_forward_passes_and_sharding() -> None:
         assert found["marked"] == 1.0
         assert found["sharded receiver"]
         assert ("belong to models that are not sharded" in found["whole positions"]) == (rank == 1)
+
+
+# What receivers ask for.
+
+
+def thirds(name: str, shape: torch.Size) -> list[amp.Piece]:
+    """Pieces that no shard knows of, the last one first."""
+    size = shape.numel()
+    cuts = [0, size // 3, size - size // 5, size]
+    pieces = [
+        amp.Piece(f"{name}.{i}", (end - begin,), begin)
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts))
+    ]
+    return pieces[::-1]
+
+
+def is_first_replica(param: Any) -> bool:
+    """Whether this rank is the first of those that hold the same part."""
+    if not isinstance(param, DTensor):
+        return dist.get_rank() == 0
+    if 0 not in param.device_mesh.mesh:  # other ranks hold the same on a mesh of theirs
+        return False
+    at = param.device_mesh.get_coordinate() or ()
+    return not any(i for i, p in zip(at, param.placements, strict=True) if p.is_replicate())
+
+
+def handed(layout: str) -> tuple[list[str], list[dict[str, Any]], dict[str, Any]]:
+    """Takes under the receiver's names, of which some are lost and some are not confirmed.
+
+    Returns what is wrong; what arrives; and this rank's parts of the checksums at the end.
+    """
+    model = split(layout, "adamw", BF16)
+    optimizer = optimizer_of(model, "adamw", "lean")
+    named = dict(model.named_parameters())
+    changes, taken, wrong = amp.Changes(model, names=thirds), [], []
+    for step in range(8):
+        set_grads(list(named.values()), 100 * step, 1e-2)
+        optimizer.step()
+        if step == 3 and "a step has changed" not in error(changes.given):
+            wrong.append("a step has come between")
+        if step == 3:  # the shards move
+            for param in named.values():
+                set_local(param, local(param).clone())
+        keeps = step in (1, 2, 5)
+        found = changes.take(keep=keeps, every=step % 2 == 0)
+        if step % 2 == 0 and len(found) != 3 * len(named):
+            wrong.append(f"step {step}: {len(found)} names")
+        if step != 1:  # which is lost
+            taken.append({name: tuple(each) for name, each in found.items()})
+        if step == 5:
+            changes.given()
+        if step == 6 and "belongs to take" not in error(changes.given):
+            wrong.append("given() twice, or without keep")
+    parts = changes.checksums()
+    own = {
+        piece.name: parts[piece.name]
+        for name, param in named.items()
+        for piece in thirds(name, param.shape)
+        if is_first_replica(param) and piece.name in parts
+    }
+    return wrong, taken, {"sums": own, "weights": {n: whole(p) for n, p in named.items()}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    tiered(
+        [("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("rows", 2), ("columns", 2), ("columns fsdp", 4)],
+        [("fsdp", 2), ("columns fsdp", 4)],
+    ),
+)
+def test_pieces_and_checksums_of_shards_add_up(layout: str, world: int) -> None:
+    ranks = on_ranks(world, handed, layout)
+    receiver = {
+        piece.name: param.detach().reshape(-1)[piece.first : piece.first + piece.numel].clone()
+        for name, param in model_of(layout, "adamw", BF16).named_parameters()
+        for piece in thirds(name, param.shape)
+    }
+    module = nn.Module()
+    for name, value in receiver.items():
+        module.register_parameter(name.replace(".", "_"), nn.Parameter(value))
+    for wrong, _, _ in ranks:
+        assert wrong == []
+    for each in zip(*(taken for _, taken, _ in ranks), strict=True):
+        for taken in each:
+            amp.apply_changes(module, {n.replace(".", "_"): c for n, c in taken.items()})
+    for name, param in ranks[0][2]["weights"].items():
+        for piece in thirds(name, param.shape):
+            wanted = param.reshape(-1)[piece.first : piece.first + piece.numel]
+            found = getattr(module, piece.name.replace(".", "_")).detach()
+            assert torch.equal(found.view(torch.int16), wanted.view(torch.int16)), piece.name
+            if piece.numel:
+                parts = [r[2]["sums"][piece.name] for r in ranks if piece.name in r[2]["sums"]]
+                low, high = (sum(each) % 65521 for each in zip(*parts, strict=True))
+                data = found.view(torch.uint8).numpy().tobytes()
+                assert zlib.adler32(data) == high << 16 | low, piece.name

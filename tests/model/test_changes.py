@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from random_tests import random_runs
 from rules import RULES, STORAGES
 from tiers import paired, pairs, tiered
 from torch import Tensor, nn
@@ -462,93 +459,6 @@ def test_a_receiver_of_changes_is_the_trainer_after_200_steps(device: str) -> No
             amp.apply_changes(receiver, changes.take())
     assert not any(w.any() for w in differing(snapshot(receiver), snapshot(model)).values())
     assert 0 < shares[-1] < 0.5 < max(shares)  # some weights, not all
-
-
-ACTIONS = [
-    "step",
-    "overflow",
-    "take",
-    "count",
-    "data",
-    "place",
-    "load",
-    "optimizer",
-    "mark",
-    "zero",
-]
-
-
-@random_runs(30)
-@given(
-    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=14),
-    memory=st.sampled_from(list(STORAGES)),
-    dtype=st.sampled_from(LOW),
-)
-def test_any_order_of_calls(
-    device: str, actions: list[tuple[str, int]], memory: str, dtype: torch.dtype
-) -> None:
-    """The model of the contract: a set of weights, or all of a tensor that others have changed."""
-    model = Weights([(3, 90), (513,)], device, dtype)
-    names = [name for name, _ in model.named_parameters()]
-    optimizer: Any = None
-    changes, receiver = amp.Changes(model), copy.deepcopy(model)
-    stepped = {n: torch.zeros(p.numel(), dtype=torch.bool) for n, p in model.named_parameters()}
-    net = {n: torch.zeros(p.shape, dtype=torch.int32) for n, p in model.named_parameters()}
-    everything = False
-
-    def wanted() -> dict[str, Tensor]:
-        found = {}
-        for name in names:
-            whole = everything or bool(net[name].any())
-            found[name] = torch.ones_like(stepped[name]) if whole else stepped[name]
-        return found
-
-    for action, number in [*actions, ("take", 0)]:
-        before = {n: t.cpu() for n, t in snapshot(model).items()}
-        name = names[number % 2]
-        param = dict(model.named_parameters())[name]
-        if action in ("step", "overflow", "zero"):
-            if optimizer is None or action == "optimizer":
-                optimizer = amp.optim.AdamW(
-                    model.parameters(), lr=1e-3, check_overflow=True, **STORAGES[memory]
-                )
-            give_gradients(model, number, 0.0 if action == "zero" else 1.0)
-            if action == "overflow":
-                overflow(model)
-            optimizer.step()
-            after = {n: t.cpu() for n, t in snapshot(model).items()}
-            stepped = {n: stepped[n] | w for n, w in differing(before, after).items()}
-            continue
-        if action == "optimizer":
-            optimizer = None
-        elif action == "mark":
-            changes.mark_all()
-            everything = True
-        elif action == "count":
-            assert changes.count() == sum(int(w.sum()) for w in wanted().values())
-        elif action == "take":
-            now = {n: t.cpu() for n, t in snapshot(model).items()}
-            taken = changes.take()
-            check({n: (p.cpu(), v.cpu()) for n, (p, v) in taken.items()}, wanted(), now)
-            amp.apply_changes(receiver, taken)
-            assert not any(w.any() for w in differing(snapshot(receiver), snapshot(model)).values())
-            stepped = {n: torch.zeros_like(s) for n, s in stepped.items()}
-            net = {n: torch.zeros_like(d) for n, d in net.items()}
-            everything = False
-        elif action == "load":
-            state = copy.deepcopy(model.state_dict())
-            state[name].view(-1)[number] = number
-            model.load_state_dict(state)
-        elif action == "data":
-            param.data.view(-1)[number:].mul_(-1)
-        elif action == "place":
-            with torch.no_grad():
-                param.view(-1)[: number + 1].add_(number)
-        # Writes that take each other back are none, as the integers that their bits are.
-        after = {n: t.cpu() for n, t in snapshot(model).items()}
-        if action != "take":
-            for n in names:
-                net[n] += bits(after[n]).int() - bits(before[n]).int()
 
 
 # What is refused, and when it ends.

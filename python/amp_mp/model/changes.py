@@ -18,8 +18,9 @@ from amp_mp.sharding.shards import is_dtensor, local_of
 class Taken(dict[str, ChangedWeights]):
     """What `Changes.take` gives, by the receiver's names.
 
-    base: the version that a receiver must have; None where every weight is in it. version: the one
-    that it has when all processes' parts have been put in.
+    version: the number of this `take`, which is the receiver's version when all processes' parts
+    have been put in. base: a receiver must have this version or a later one; None where every
+    weight is in it.
     """
 
     base: int | None
@@ -78,7 +79,7 @@ class Changes:
         if dtype is not None:
             check_dtype(dtype, LOW_PRECISION)
         self.model, self.dtype, self._buffers, self._names = model, dtype, buffers, names
-        self._version = 0
+        self._version = self._base = 0  # of the last take or begin, and of the last that was given
         self._marks = 0  # how often mark_all was called
         self._watched: dict[str, Watched] = {}
         self._cuts: dict[str, Cut] = {}
@@ -104,10 +105,7 @@ class Changes:
 
     @property
     def version(self) -> int:
-        """Which version of the weights the receiver has: 0 at first.
-
-        One more at each `begin`, `given` and `take` without keep.
-        """
+        """The number of the last `take` or `begin`; 0 at first."""
         return self._version
 
     @property
@@ -152,8 +150,8 @@ class Changes:
         taken = Taken()
         for name, own in wanted.items():
             taken.update(pieces.get(name) or self._cuts[name].empty(self._watched[own].nothing()))
-        taken.base = None if is_whole else self._version
-        taken.version = self._version + 1
+        self._version += 1
+        taken.base, taken.version = None if is_whole else self._base, self._version
         self._kept = (look, self._marks)
         if not keep:
             self._end()
@@ -183,6 +181,7 @@ class Changes:
         """Says that the receiver has the weights as they are now, by other means than `take`."""
         self._follow()
         self._kept = (_Look(list(self._watched.values())), self._marks)
+        self._version += 1
         self._end()
 
     def _end(self) -> None:
@@ -191,7 +190,7 @@ class Changes:
         look, marks = self._kept
         look.end(marks == self._marks)
         self._kept = None
-        self._version += 1
+        self._base = self._version
 
     @torch.no_grad()
     def count(self) -> int:

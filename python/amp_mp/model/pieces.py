@@ -1,6 +1,7 @@
 """A receiver's names: each is a piece of one of the trainer's tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -34,9 +35,11 @@ class Cut:
 
     def __init__(self, name: str, shape: torch.Size, names: PiecesOf) -> None:
         self.shape = shape
+        self.placed: Tensor | None = None  # `firsts`, where changes were cut last
         self.pieces = [Piece(*each) for each in names(name, shape)]
-        self._order = sorted(range(len(self.pieces)), key=lambda i: self.pieces[i].first)
-        self._firsts: Tensor | None = None
+        # An empty piece before the one that begins at the same element.
+        key = [(piece.first, piece.numel) for piece in self.pieces]
+        self._order = sorted(range(len(key)), key=key.__getitem__)
         at = 0
         for piece in (self.pieces[i] for i in self._order):
             if piece.first != at:
@@ -50,35 +53,36 @@ class Cut:
             f"each of the {prod(shape)} elements once, and element {at} begins none or several"
         )
 
-    def firsts(self, device: torch.device) -> Tensor:
-        """Where the pieces begin, ascending, int64."""
-        if self._firsts is None or self._firsts.device != device:
-            firsts = [self.pieces[i].first for i in self._order]
-            self._firsts = torch.tensor(firsts, device=device)
-        return self._firsts
+    @property
+    def firsts(self) -> list[int]:
+        """Where the pieces begin, ascending."""
+        return [self.pieces[i].first for i in self._order]
 
-    def begins(self, changed: ChangedWeights) -> Tensor:
-        """Which of the changes is the first of each piece; queued on the changes' device."""
-        firsts = self.firsts(changed.positions.device).to(changed.positions.dtype)
-        return torch.searchsorted(changed.positions, firsts)
+    @property
+    def device(self) -> torch.device | None:
+        """Where `placed` is."""
+        return None if self.placed is None else self.placed.device
 
     def empty(self, nothing: ChangedWeights) -> dict[str, ChangedWeights]:
         """All pieces, unchanged."""
         return {piece.name: nothing for piece in self.pieces}
 
-    def cut(
-        self, changed: ChangedWeights, begins: Tensor, on_host: list[int]
-    ) -> dict[str, ChangedWeights]:
-        """The changes of each piece. begins: as before, and the same numbers on the host."""
+    def begins(self, changed: ChangedWeights) -> Tensor:
+        """Which change is the first of each piece, ascending; on the changes' device."""
+        assert self.placed is not None
+        return torch.searchsorted(changed.positions, self.placed.to(changed.positions.dtype))
+
+    def cut(self, changed: ChangedWeights, begins: list[int]) -> dict[str, ChangedWeights]:
+        """The changes of each piece. begins: what `begins` gave, on the host."""
         positions, values = changed
-        ends = [*on_host[1:], len(positions)]
-        counts = begins.diff(append=begins.new_tensor([len(positions)]))
-        own = self.firsts(positions.device).repeat_interleave(counts, output_size=len(positions))
-        positions = positions - own.to(positions.dtype)
+        assert self.placed is not None
+        firsts = self.placed.to(positions.dtype)
+        own = torch.bucketize(positions, firsts, out_int32=True, right=True).sub_(1)
+        positions = positions - firsts.index_select(0, own)
         if max(piece.numel for piece in self.pieces) < 2**31:
             positions = positions.to(torch.int32)
         found = {}
-        for i, begin, end in zip(self._order, on_host, ends, strict=True):
+        for i, begin, end in zip(self._order, begins, [*begins[1:], len(values)], strict=True):
             found[i] = ChangedWeights(positions[begin:end], values[begin:end])
         return {piece.name: found[i] for i, piece in enumerate(self.pieces)}
 
@@ -88,19 +92,27 @@ def cut_all(
 ) -> dict[str, dict[str, ChangedWeights]]:
     """The pieces of all that was taken, by the trainer's names. Waits once for each device."""
     found: dict[str, dict[str, ChangedWeights]] = {}
-    searched: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    by_device: dict[torch.device, list[str]] = {}
     for name, changed in taken.items():
         if len(cuts[name].pieces) == 1:
             found[name] = {cuts[name].pieces[0].name: changed}
         else:
-            own = searched.setdefault(changed.positions.device, [])
-            own.append((name, cuts[name].begins(changed)))
-    for each in searched.values():
-        on_host = torch.cat([begins for _, begins in each]).tolist()
-        for name, begins in each:
-            own_begins, on_host = on_host[: len(begins)], on_host[len(begins) :]
-            found[name] = cuts[name].cut(taken[name], begins, own_begins)
+            by_device.setdefault(changed.positions.device, []).append(name)
+    for device, names in by_device.items():
+        if any(cuts[name].device != device for name in names):
+            _place(list(cuts.values()), device)
+        searched = [cuts[name].begins(taken[name]) for name in names]
+        begins = iter(torch.cat(searched).tolist())
+        for name, own in zip(names, searched, strict=True):
+            found[name] = cuts[name].cut(taken[name], list(islice(begins, len(own))))
     return found
+
+
+def _place(cuts: list[Cut], device: torch.device) -> None:
+    """Copies all `firsts` to the device at once."""
+    firsts = torch.tensor([first for cut in cuts for first in cut.firsts], device=device)
+    for cut, own in zip(cuts, torch.split(firsts, [len(c.pieces) for c in cuts]), strict=True):
+        cut.placed = own
 
 
 def _listed(pieces: list[Piece]) -> str:

@@ -91,7 +91,7 @@ class Watched:
         """Whether it watches this tensor as it is now; then its notes are on the same device."""
         if self.shape != tensor.shape or self.kind != tensor.dtype:
             return False
-        if not isinstance(tensor, nn.Parameter) and self.copy is not None:
+        if not isinstance(tensor, nn.Parameter):
             self.tensor = tensor  # modules put new buffers in the place of old ones
         elif self.tensor is not tensor:
             return False
