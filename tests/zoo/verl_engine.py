@@ -72,15 +72,17 @@ class Tried:
     """A model of its own, and overflows on one process."""
 
     overflows = False
-    prepares: torch.dtype | None = None  # to what the shards are converted
+    prepares: str | None = None  # the dtype that the shards are converted to
 
     def _build_module(self) -> Any:  # verl's wants trl 0.27
         torch.manual_seed(0)
-        return hf.LlamaForCausalLM(self.model_config.hf_config)
+        llama = hf.LlamaForCausalLM(self.model_config.hf_config)
+        llama.model.register_buffer("bias", torch.linspace(-1, 1, 40))  # as a router has one
+        return llama
 
     def _build_optimizer(self, module: Any) -> Any:
         if self.prepares is not None:
-            amp.prepare(module, self.prepares, keep_fp32_only=[])
+            amp.prepare(module, getattr(torch, self.prepares), keep_fp32_only=[])
         return super()._build_optimizer(module)
 
     def optimizer_step(self) -> float:
@@ -112,11 +114,15 @@ def engine_of(
     scaler: Any = None,
     prepares: Any = None,
     strategy: str = "fsdp2",
+    fsdp_size: int = -1,
+    tied: bool = False,
+    lr: float = 4e-3,
     **more: Any,
 ) -> Any:
     """scaler: in place of verl's, which wants a GPU. more: of verl's override_optimizer_config."""
     folder = Path(f"llama_{dist.get_rank()}")
-    llama = hf.LlamaConfig(**SIZES, **HALF, **ENDS, architectures=["LlamaForCausalLM"])
+    sizes = {**SIZES, **HALF, **ENDS, "tie_word_embeddings": tied}
+    llama = hf.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
     llama.save_pretrained(folder)
     model = verl_config.HFModelConfig(
         path=str(folder),
@@ -127,12 +133,15 @@ def engine_of(
     )
     precision = {"param_dtype": dtype}
     sharding = verl_config.FSDPEngineConfig(
-        strategy=strategy, use_torch_compile=False, mixed_precision=precision
+        strategy=strategy,
+        fsdp_size=fsdp_size,
+        use_torch_compile=False,
+        mixed_precision=precision,
     )
     numbers = verl_config.FSDPOptimizerConfig(
         optimizer_impl=optimizer,
         optimizer="AdamW",
-        lr=4e-3,
+        lr=lr,
         total_training_steps=100,
         lr_warmup_steps=10,
         override_optimizer_config=more or None,
