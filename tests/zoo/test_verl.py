@@ -68,7 +68,7 @@ SYNCED: dict[str, dict[str, Any]] = {
     "HSDP": {"fsdp_size": 1},
     "param_offload": {"overflows": SKIPS, "offload": True},
     "four steps a sync": {"overflows": SKIPS, "lr": 1e-5, "steps_a_sync": 4},
-    "lost syncs": {"overflows": SKIPS, "lr": 1e-5, "lost": (5, 20, 21)},
+    "lost syncs, and a sender that begins anew": {"lr": 1e-5, "lost": (5, 8, 9), "anew": (12,)},
 }
 
 
@@ -94,6 +94,7 @@ def test_delta_sharded_gets_verls_own_entries_without_a_snapshot(first: int, run
             after = [sync + 1 for sync in run["lost"]]
             assert {ours[sync] for sync in after} == {weights}
             assert [sync for sync in range(60) if ours[sync] != verls[sync]] == after
+            assert [sync for sync in range(60) if not ours[sync]] == [0, *run["anew"]]
         else:
             assert ours == verls
             none = [] if run.get("buffer") else [0, *run.get("overflows", ())]  # 0 has rate 0

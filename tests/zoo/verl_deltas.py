@@ -164,11 +164,12 @@ def send(sender: Sender, entries: list[Any]) -> None:
     sender.sync(SimpleNamespace(get_per_tensor_param_delta_shard=lambda: (entries, None)))
 
 
-def seeded(dtype: str, **of_engine: Any) -> tuple[Any, Sender]:
-    engine, sender = engine_of(dtype, **of_engine), Sender()
+def begun(engine: Any) -> Sender:
+    """A sender that has sent everything, with verl's snapshot as of now."""
+    sender = Sender()
     sender.sync(engine)
     FSDPEngineWithLMHead.prime_delta_snapshots(engine)
-    return engine, sender
+    return sender
 
 
 def synced(
@@ -178,14 +179,16 @@ def synced(
     buffer: bool = False,
     offload: bool = False,
     lost: Any = (),
+    anew: Any = (),
     **of_engine: Any,
 ) -> dict[str, Any]:
     """What differs from verl's entries, after which syncs the receiver differs, how many changed.
 
     buffer: one element of it changes before each sync. offload: the weights are away meanwhile.
-    lost: syncs of which the receiver gets nothing.
+    lost: syncs of which the receiver gets nothing. anew: before these another sender begins.
     """
-    engine, sender = seeded(dtype, **of_engine)
+    engine = engine_of(dtype, **of_engine)
+    sender = begun(engine)
     found: dict[str, Any] = {"differ": [], "receiver": [], "ours": [], "verl's": []}
     for sync in range(SYNCS):
         first = sync * steps_a_sync
@@ -195,6 +198,8 @@ def synced(
         if offload:
             with other_memory():
                 engine.to("cpu")
+        if sync in anew:
+            sender = begun(engine)
         ours, verls = exports(engine)
         superset = steps_a_sync > 1 or sync - 1 in lost
         found["differ"] += [f"{sync}: {each}" for each in differences(ours, verls, superset)]
@@ -209,12 +214,14 @@ def synced(
             with other_memory():
                 engine.to("cuda")
     weights = sum(tensor.numel() for tensor in whole(engine).values())
+    found["differ"] = found["differ"][:20]  # a pipe keeps short lines whole
     return {**found, "weights": weights}
 
 
 def mistakes() -> dict[str, Any]:
     """What the comparisons say of entries with one mistake, and of other entries of verl's."""
-    engine, sender = seeded("bf16", memory="lean")
+    engine = engine_of("bf16", memory="lean")
+    sender = begun(engine)
     train(engine, range(2))
     ours, verls = exports(engine)
     slots, dtype, counts, positions, values, group = good = ours[1]
