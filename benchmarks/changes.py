@@ -3,7 +3,9 @@
 1. An AdamW step with max_grad_norm while an amp.Changes watches, against the same step without.
 2. From the weights after one step and after eight to a receiver with the same ones: `take` and
    `apply_changes`, against a snapshot of all weights (torch.ne of the bits, nonzero, the values;
-   written into the receiver and into the snapshot) and against copying all weights.
+   written into the receiver and into the snapshot), against one in the host's pinned memory, as
+   trainers keep it (copied to the device, compared there, and all weights copied back), and against
+   copying all weights.
 3. Bytes a weight: held from one hand-over to the next, and the most while changes are looked for.
 4. The share of the demo's bfloat16 weights that a step changes (examples/demo.py).
 
@@ -122,26 +124,50 @@ def steps(size: str, device: str, rounds: int) -> Table:
 
 
 class Snapshot:
-    """What others do: a second copy of the weights, compared with them."""
+    """A second copy of the weights beside them, compared with them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.copies = {name: param.detach().clone() for name, param in model.named_parameters()}
 
     def find(self) -> dict[str, tuple[Tensor, Tensor]]:
-        found = {}
-        for name, param in self.model.named_parameters():
-            now, before = param.detach().flatten(), self.copies[name].flatten()
-            differ = torch.ne(now.view(torch.int16), before.view(torch.int16))
-            places = differ.nonzero().flatten()
-            found[name] = (places, now.index_select(0, places))
-        return found
+        return {n: self.find_in(n, param) for n, param in self.model.named_parameters()}
+
+    def find_in(self, name: str, param: Tensor) -> tuple[Tensor, Tensor]:
+        now, before = param.detach().flatten(), self.copies[name].flatten()
+        differ = torch.ne(now.view(torch.int16), before.view(torch.int16))
+        places = differ.nonzero().flatten()
+        return places, now.index_select(0, places)
 
     def hand_over(self, receiver: nn.Module, found: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Into the receiver and into the copies."""
         for name, (places, values) in found.items():
-            for to in (receiver.get_parameter(name).detach(), self.copies[name]):
+            own = [self.copies[name]] if name in self.copies else []
+            for to in (receiver.get_parameter(name).detach(), *own):
                 to.view(-1).index_copy_(0, places, values)
+
+
+class HostSnapshot(Snapshot):
+    """What trainers do: the copy is in the host's memory, and goes to the device and back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.held = {name: self.on_host(each) for name, each in self.copies.items()}
+        self.copies = {}
+
+    @staticmethod
+    def on_host(tensor: Tensor) -> Tensor:
+        pinned = tensor.is_cuda
+        return torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(tensor)
+
+    def find(self) -> dict[str, tuple[Tensor, Tensor]]:
+        found = {}
+        for name, param in self.model.named_parameters():
+            self.copies = {name: self.held[name].to(param.device, copy=True, non_blocking=True)}
+            found[name] = self.find_in(name, param)
+            self.held[name].copy_(param.detach(), non_blocking=True)
+        self.copies = {}
+        return found
 
 
 @torch.no_grad()
@@ -154,8 +180,8 @@ def handing(size: str, device: str, rounds: int) -> Iterable[Table]:
     """Each way of handing over, after one step and after eight."""
     model, optimizer = model_of("exact", size, device)
     weights = count_of(model)
-    receivers = [copy.deepcopy(model) for _ in range(3)]
-    changes, snapshot = amp.Changes(model), Snapshot(model)
+    receivers = [copy.deepcopy(model) for _ in range(4)]
+    changes, snapshot, pinned = amp.Changes(model), Snapshot(model), HostSnapshot(model)
     clock = clock_of(device)
     finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
 
@@ -174,16 +200,17 @@ def handing(size: str, device: str, rounds: int) -> Iterable[Table]:
         find, taken = timed(changes.take)
         return [find, timed(amp.apply_changes, receivers[0], taken)[0], bytes_of(taken)]
 
-    def by_snapshot() -> list[float]:
-        find, found = timed(snapshot.find)
-        return [find, timed(snapshot.hand_over, receivers[1], found)[0], bytes_of(found)]
+    def by(own: Snapshot, receiver: nn.Module) -> list[float]:
+        find, found = timed(own.find)
+        return [find, timed(own.hand_over, receiver, found)[0], bytes_of(found)]
 
     def by_copy() -> list[float]:
-        return [0.0, timed(copy_all, receivers[2], model)[0], 2.0]
+        return [0.0, timed(copy_all, receivers[3], model)[0], 2.0]
 
     ways = {
         "amp.Changes": by_changes,
-        "snapshot, compared": by_snapshot,
+        "snapshot, compared": lambda: by(snapshot, receivers[1]),
+        "snapshot on the host": lambda: by(pinned, receivers[2]),
         "all weights": by_copy,
     }
     for count in (1, 8):
@@ -194,7 +221,7 @@ def handing(size: str, device: str, rounds: int) -> Iterable[Table]:
                 optimizer.step()
             share = changes.share()
             order = list(ways)
-            for name in order[number % 3 :] + order[: number % 3]:
+            for name in order[number % 4 :] + order[: number % 4]:
                 find, write, bytes_ = ways[name]()
                 if number >= 0:
                     found[name].append([find, write, find + write, bytes_])

@@ -28,11 +28,11 @@ def test_each_part_prints_its_rows(
     ways = ["amp.Changes", "snapshot, compared"]
     assert [row[0] for row in rows] == [
         *("exact", "lean", "tiny", "micro", "float32 weights"),
-        *(*ways, "all weights") * 2,
+        *(*ways, "snapshot on the host", "all weights") * 2,
         *ways,
         *("step 1", "step 2", "step 3", "median of all"),
     ]
-    held = {name: float(bytes_) for name, bytes_, _ in rows[11:13]}
+    held = {name: float(bytes_) for name, bytes_, _ in rows[13:15]}
     assert held == {ways[0]: pytest.approx(1 / 8, abs=0.002), ways[1]: 2.0}
     for _, share, *_ in rows[:5]:
         assert 0.0 < float(share.removesuffix("%")) < 10.0

@@ -64,6 +64,7 @@ class Contract:
         self.model, self.with_buffers = model, with_buffers
         now = self.now()
         self.stepped = {n: torch.zeros(t.numel(), dtype=torch.bool) for n, t in now.items()}
+        self.mean = now.get("mean", torch.empty(0))
         self.net = {n: torch.zeros(t.numel(), dtype=torch.int64) for n, t in now.items()}
         self.all = self.marked = False  # marked: since the last take
         self.kept: tuple[dict[str, Tensor], bool] | None = None
@@ -82,13 +83,25 @@ class Contract:
         """Whether its elements are told apart."""
         return name in ("w0", "w1", "mean")
 
+    def note(self, name: str, differ: Tensor) -> None:
+        self.stepped[name] |= differ
+        if self.kept and differ.any():
+            self.kept = (self.kept[0], True)
+
+    def look(self) -> None:
+        """As each call does that asks for changes: buffers are compared with a copy."""
+        if self.with_buffers:
+            now = self.now()["mean"]
+            self.note("mean", now != self.mean)
+            self.mean = now
+
     def wrote(self, before: dict[str, Tensor], a_step: bool) -> None:
         for name, now in self.now().items():
             differ = now != before[name]
-            if self.is_noted(name) and (a_step or name == "mean"):
-                self.stepped[name] |= differ
-                if self.kept and differ.any() and name != "mean":
-                    self.kept = (self.kept[0], True)
+            if name == "mean":
+                continue  # which a look compares
+            if self.is_noted(name) and a_step:
+                self.note(name, differ)
             else:  # writes that take each other back are none
                 self.net[name] += now.long() - before[name].long()
 
@@ -217,6 +230,7 @@ def test_any_order_of_calls(
     assert changes.aliases == {"w0": ["tied"]}
 
     def take(number: int, keep: bool = False) -> Any:
+        contract.look()
         every = number % 2 == 0
         taken = changes.take(every=every, keep=keep, global_positions=number % 3 == 0)
         check_taken(taken, contract, receiver, every)
@@ -252,6 +266,7 @@ def test_any_order_of_calls(
             changes.mark_all()
             contract.all = contract.marked = True
         elif action == "count":
+            contract.look()
             assert changes.count() == sum(int(w.sum()) for w in contract.wanted().values())
         elif action == "take":
             put(take(number))
@@ -276,6 +291,7 @@ def test_any_order_of_calls(
                 contract.given()
         elif action == "begin":
             changes.begin()
+            contract.look()
             contract.taken()
             contract.given()
             receiver = Receiver(contract, named)
@@ -299,6 +315,7 @@ def test_any_order_of_calls(
         elif action == "move":
             model.to("cpu")
             if number % 2:
+                contract.look()
                 assert changes.count() == sum(int(w.sum()) for w in contract.wanted().values())
             model.to(device)
         assert changes.version == contract.version

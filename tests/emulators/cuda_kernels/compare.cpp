@@ -4,6 +4,7 @@
 // Usage: compare full|lists|quick [TEXT]. lists: quick, with AdamW on lists of all lengths. Prints
 // what ran; exits 1 if anything differs, at once when a failure's text has TEXT in it.
 #include "averaging.h"
+#include "changing.h"
 #include "copying.h"
 #include "replaying.h"
 
@@ -62,6 +63,8 @@ int main(int argc, char** argv) {
   average_both(kEdges, formats * formats);
   average_both(kRagged, quick ? kRagged.size() : 5 * formats);
   lengths(average_both, cuda::TensorTable<4>::kCapacity, quick);
+  change_both({1, 63, 64, 65, 257, 4099, 16384, 16385, 40001}, quick ? 21 : 63);
+  lengths(change_both, cuda::TensorTable<3>::kCapacity, quick);
   lengths_of_readings(quick);
   combine_both({0, 1, 2, 31, 32, 33, 0, 255, 256, 257, 1023, 1024, 1025, 1281, 15259, 1, 0});
   combine_both({5000});
