@@ -3,6 +3,10 @@
 // each rule.
 #include "plan.h"
 
+namespace amp_mp {
+struct Float8;  // core/float8.h
+}
+
 namespace amp_mp::cpu {
 
 // Loops of one rule over elements [begin, end) of a slot. `rule` is one that RuleInfo::make has
@@ -39,6 +43,7 @@ struct Kernels {
   // n gradients: (grad * inverse + decay * weight) * ratio, the sum rounded once.
   void (*adapt)(float* grad, const float* weight, int64_t n, float inverse, float decay,
                 float ratio);
+  void (*float8)(const Float8& float8, int64_t begin, int64_t end);  // blocks
 };
 
 // kWorkspace floats of the calling thread, at a multiple of 64 bytes, until it ends.

@@ -7,6 +7,7 @@
 // instruction sets.
 #include "cpu/average.h"
 #include "cpu/changes.h"
+#include "cpu/float8.h"
 #include "cpu/kernels.h"
 #include "cpu/measure.h"
 #include "cpu/norm.h"
@@ -145,6 +146,7 @@ const Kernels table = {AMP_MP_NAME(AMP_MP_ISA),
                        round_transposed,
                        norm,
                        norm_gradients,
-                       adapt};
+                       adapt,
+                       float8};
 
 }  // namespace amp_mp::cpu::AMP_MP_ISA

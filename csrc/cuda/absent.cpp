@@ -18,6 +18,7 @@ const char* look(const Watched*, int64_t, int32_t*, void*) { return kAbsent; }
 const char* gather(const Gathering*, int64_t, void*) { return kAbsent; }
 const char* check_positions(const Scattering*, int64_t, int32_t*, void*) { return kAbsent; }
 const char* scatter(const Scattering*, int64_t, void*) { return kAbsent; }
+const char* float8(const Float8&, void*) { return kAbsent; }
 int chunk_of(const Slot*, int64_t) { return 1; }
 bool is_short(const StepPlan&) { return true; }
 int64_t table_bytes(int64_t, int64_t) { return 0; }

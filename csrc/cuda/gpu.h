@@ -6,6 +6,8 @@
 #include <cuda_runtime.h>
 // Before a loop: its iterations stay one after the other.
 #define AMP_MP_NO_UNROLL _Pragma("unroll 1")
+// All of them in line, so that an array that they index stays in registers.
+#define AMP_MP_UNROLL _Pragma("unroll")
 
 namespace amp_mp::cuda {
 
@@ -34,6 +36,7 @@ __device__ __forceinline__ void assume(bool holds) { __builtin_assume(holds); }
 #else
 #include "cuda_on_cpu.h"
 #define AMP_MP_NO_UNROLL
+#define AMP_MP_UNROLL
 
 namespace amp_mp::cuda {
 using cuda_on_cpu::assume;

@@ -5,6 +5,10 @@
 // nvcc has absent.cpp in place of all .cu files, so that csrc/torch is the same for both.
 #include "plan.h"
 
+namespace amp_mp {
+struct Float8;  // core/float8.h
+}
+
 namespace amp_mp::cuda {
 
 // Whether these are the kernels, or what absent.cpp has in their place.
@@ -42,6 +46,8 @@ const char* gather(const Gathering* gatherings, int64_t count, void* stream);
 const char* check_positions(const Scattering* scatterings, int64_t count, int32_t* bad,
                             void* stream);
 const char* scatter(const Scattering* scatterings, int64_t count, void* stream);
+// Weights as float8; f.blocks() is below 2^31, or of MXFP8 below 2^39.
+const char* float8(const Float8& f, void* stream);
 
 // The slots of a step and the numbers of their param_groups.
 struct StepPlan {

@@ -10,6 +10,7 @@ void bind_python_functions(py::module_& m);
 void bind_tables(py::module_& m);
 void bind_ops(py::module_& m);
 void bind_average(py::module_& m);
+void bind_float8(py::module_& m);
 void bind_qk_clip(py::module_& m);
 void bind_larc(py::module_& m);
 void bind_main_grad(py::module_& m);

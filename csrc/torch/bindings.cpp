@@ -39,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
   bind_tables(m);
   bind_ops(m);
   bind_average(m);
+  bind_float8(m);
   bind_step(m);
   muon::bind(m);
   bind_steps(m);

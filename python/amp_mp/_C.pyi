@@ -271,6 +271,28 @@ def average_(
     A master and its tensor together are the number: a float32 tensor, or remainders.
     """
 
+def float8_amax(weight: Tensor, first_row: int = 0, first_column: int = 0) -> Tensor:
+    """The largest finite magnitude of each block of [..., rows, columns], float32.
+
+    The weight is contiguous, and begins in this row and column of its first block.
+    """
+
+def float8_scales(amax: Tensor, is_power: bool) -> Tensor:
+    """The scales of such blocks: float32, or powers of two as uint8 (E8M0)."""
+
+def float8_encode(
+    weight: Tensor,
+    is_power: bool,
+    is_mx: bool,
+    scales: Tensor | None = None,
+    first_row: int = 0,
+    first_column: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales: csrc/core/float8.h. By the given scales, where other processes have parts.
+
+    is_mx: blocks are 32 weights of a row.
+    """
+
 def update_scale_(
     update: ScaleUpdate,
     found_inf: Tensor,

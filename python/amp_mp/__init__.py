@@ -70,6 +70,7 @@ from amp_mp.model.apply_changes import apply_changes
 from amp_mp.model.averaged_model import AveragedModel
 from amp_mp.model.changes import Changes
 from amp_mp.model.convert import prepare
+from amp_mp.model.float8 import Float8, float8_of, float8_weights, float32_of_float8
 from amp_mp.model.float32_state_dict import (
     float32_of,
     float32_state_dict,
@@ -88,12 +89,12 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "AveragedModel", "Changes", "FP16_Optimizer", "GradScaler", "Piece",
+    "AveragedModel", "Changes", "FP16_Optimizer", "Float8", "GradScaler", "Piece",
     "__version__", "apex",
     "apply_changes", "attach_main_grads", "autocast", "build_info", "casting", "checkpoint",
-    "compat", "diagnose", "drop_masters", "explain", "float32_of", "float32_state_dict",
-    "formats", "init", "integrations", "keep_fp32", "load_float32_state_dict", "nn", "optim",
-    "policies", "prepare", "scaling", "set_policy",
+    "compat", "diagnose", "drop_masters", "explain", "float8_of", "float8_weights", "float32_of",
+    "float32_of_float8", "float32_state_dict", "formats", "init", "integrations", "keep_fp32",
+    "load_float32_state_dict", "nn", "optim", "policies", "prepare", "scaling", "set_policy",
 ]
 # Packages with names that users may look for at the top; the error then says where they are.
 _PLACES = (

@@ -6,6 +6,7 @@
 #include "averaging.h"
 #include "changing.h"
 #include "copying.h"
+#include "float8.h"
 #include "replaying.h"
 
 namespace {
@@ -65,6 +66,7 @@ int main(int argc, char** argv) {
   lengths(average_both, cuda::TensorTable<4>::kCapacity, quick);
   change_both({1, 63, 64, 65, 257, 4099, 16384, 16385, 40001}, quick ? 21 : 63);
   lengths(change_both, cuda::TensorTable<3>::kCapacity, quick);
+  float8_both(quick);
   lengths_of_readings(quick);
   combine_both({0, 1, 2, 31, 32, 33, 0, 255, 256, 257, 1023, 1024, 1025, 1281, 15259, 1, 0});
   combine_both({5000});

@@ -36,6 +36,7 @@ FILES = {
     "model/test_changes": 300,
     "model/test_changes_in_any_order": 1,
     "model/test_convert": 16,
+    "model/test_float8": 75,
     "model/test_kept_modules": 36,
     "contract/test_whoever_steps": 1,
     "model/test_kept_masters": 280,
