@@ -101,7 +101,7 @@ __device__ __forceinline__ void write_codes(const Float8& f, const OwnPacks& own
 }
 
 template <bool kWide>
-__global__ void __launch_bounds__(kThreads, kWide ? 2 : 3) float8_kernel(const Float8 f) {
+__global__ void __launch_bounds__(kThreads, 2) float8_kernel(const Float8 f) {
   const int64_t block = blockIdx.x;
   const OwnPacks own = OwnPacks::of(f, block);
   Pack8 held[kPacks];

@@ -15,6 +15,13 @@ struct Float8Arrays {
         amax(size_t(f.blocks()) * sizeof(float), 0),
         scales(size_t(f.blocks()) * (f.is_power ? 1 : sizeof(float)), 0) {}
 
+  void enlarge() const {
+    for (size_t i = 0; i < amax.bytes() / sizeof(float); ++i) {
+      float& largest = reinterpret_cast<float*>(amax.at())[i];
+      if (largest < 1e30f) largest *= 5;
+    }
+  }
+
   Float8 in(Float8 f, Float8Pass pass) const {
     f.pass = pass;
     f.codes = reinterpret_cast<uint8_t*>(codes.at());
@@ -34,6 +41,10 @@ void float8_both(const Float8& f, size_t skew, size_t where) {
     const bool same = wanted.codes.same(found.codes) && wanted.amax.same(found.amax) &&
                       wanted.scales.same(found.scales);
     expect(same, "float8", kFormatNames[int(f.format)], 10 * where + size_t(pass));
+    if (pass == Float8Pass::amax) {  // other processes have larger weights in the same blocks
+      wanted.enlarge();
+      found.enlarge();
+    }
   }
 }
 
