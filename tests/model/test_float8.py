@@ -7,6 +7,7 @@ import copy
 import hashlib
 import itertools
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,13 @@ def test_weights_are_made_one_after_the_other() -> None:
     )
 
 
+def test_models_of_inference_mode_are_taken() -> None:
+    with torch.inference_mode():
+        model = model_of()
+        found = dict(amp.float8_weights(model, "mxfp8"))
+    assert quantised(found) == MATRICES == quantised(dict(amp.float8_weights(model, "mxfp8")))
+
+
 def test_weights_are_those_that_the_model_has_and_not_the_masters(device: str) -> None:
     torch.manual_seed(0)
     model = amp.prepare(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96)), BF16).to(device)
@@ -382,6 +390,17 @@ def test_a_parametrisation_computes_with_the_codes_and_passes_gradients_through(
     assert torch.equal(layer.weight.float(), wanted)
     layer.weight.sum().backward()
     assert (layer.parametrizations.weight.original.grad == 1).all()
+
+
+def test_compiled_code_calls_it_as_it_is() -> None:
+    def there_and_back(weight: Tensor) -> Tensor:
+        return amp.float32_of_float8(amp.float8_of(weight * 2, "mxfp8"), "mxfp8") + 1
+
+    weight = torch.randn(8, 64)
+    compiled = torch.compile(there_and_back, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(compiled(weight), there_and_back(weight))
 
 
 def test_what_is_refused(device: str) -> None:

@@ -11,7 +11,7 @@ from amp_mp import _C
 from amp_mp.dtypes import LOW_PRECISION, NATIVE, check_choice, check_dtype
 from amp_mp.module_names import plain_name, plain_names
 from amp_mp.sharding.shards import is_dtensor, local_of, split_groups, why_without_memory
-from amp_mp.torch_private import ConvNd, local_shape_and_offset
+from amp_mp.torch_private import ConvNd, local_shape_and_offset, outside_graphs
 
 Form = Literal["float8_128x128", "float8_128x128_power", "mxfp8"]
 BLOCK, GROUP = 128, 32  # rows and columns of a block; columns of one of MXFP8
@@ -34,6 +34,7 @@ class Float8(NamedTuple):
     scales: Tensor
 
 
+@outside_graphs
 def float8_of(weight: Tensor, form: Form) -> Float8:
     """One weight as float8: float16, bfloat16 or float32 [..., out, in], which it does not round.
 
@@ -160,13 +161,17 @@ def float8_weights(
     for name, weight in weights.items():
         if why := _why_not(weight, form):
             raise ValueError(f"{name} {why}")
-    stamps = {name: _C.Stamp(local_of(value)) for name, value in found.items()}
+    stamps = {  # tensors of inference mode count no writes
+        name: _C.Stamp(local)
+        for name, value in found.items()
+        if not (local := local_of(value)).is_inference()
+    }
     scales = {} if form == "mxfp8" else _scales_of_shards(weights, form, dtype)
 
     def each() -> Iterator[tuple[str, Float8 | Tensor]]:
         for name, value in found.items():
             local = local_of(value).detach()
-            if not stamps[name].still(local_of(value)):
+            if name in stamps and not stamps[name].still(local_of(value)):
                 raise RuntimeError(
                     f"{name} was written since float8_weights was called, so its codes would not "
                     "go with the others; take all of them before the next step"
