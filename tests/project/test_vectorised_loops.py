@@ -22,7 +22,7 @@ sys.path.append(str(ROOT))
 from build_tools import native, test_aarch64  # noqa: E402
 
 GCC = shutil.which("g++")
-# By file: the first lines of the loops over elements that every step runs.
+# By file: the first lines of the loops over elements that every step runs, and of float8.
 LOOPS = {
     "cpu/apply.h": ["for (int i = 0; i < n; ++i) {\n    const uint32_t bits"],
     "cpu/pairs.h": ["for (int i = 0; i < pairs; ++i) {"],
@@ -34,6 +34,10 @@ LOOPS = {
         "for (int k = 0; k < n; ++k) rule.moments",
         "for (int j = 0; j < kLanes; ++j) {\n      const bool counts",
         "for (int k = 0; k < n; ++k) update[k] = ",
+    ],
+    "cpu/float8.h": [
+        "for (int i = 0; i < part.columns; ++i) {",
+        "for (int i = 0; i < n; ++i) wide[i] = float8_code",
     ],
     "cpu/tiles.h": [
         "for (int i = 0; i < n; ++i) to[i] = join_float16<Split>",
@@ -63,8 +67,8 @@ def test_update_loops_are_vectors(tmp_path: Path) -> None:
     command = [str(GCC), *found[1].split(), "-w", f"-I{CSRC}", "-DAMP_MP_ISA=avx2"]
     command += ["-march=x86-64-v3"]
     lines = []
-    convert = native.Unit(CSRC / "cpu/convert.cpp", command)
-    for unit in [convert, *native.of_families(CSRC / "cpu/apply.cpp", command)]:
+    alone = [native.Unit(CSRC / f"cpu/{name}.cpp", command) for name in ("convert", "loops")]
+    for unit in [*alone, *native.of_families(CSRC / "cpu/apply.cpp", command)]:
         report = tmp_path / unit.name
         options = [f"-fopt-info-vec-optimized-missed={report}", "-c", str(unit.source)]
         options += ["-o", os.devnull]
