@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import amp_mp as amp
+from amp_mp import _C
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GOLDEN = json.loads((Path(__file__).parent / "golden_float8.json").read_text())["cases"]
@@ -187,6 +188,16 @@ def test_codes_are_those_of_torchs_cast_where_both_have_one(device: str) -> None
     assert (found.scales == 1).all()
     cast = weights.to(torch.float8_e4m3fn)
     np.testing.assert_array_equal(numpy_of(found.codes), numpy_of(cast))
+
+
+def test_codes_by_scales_that_are_too_small_saturate(device: str) -> None:
+    """Native: float8_weights gives a shard scales of all processes, which are never too small."""
+    for dtype in (FP32, BF16):
+        beyond = torch.tensor([[448.0, 463, 464, 480, 1e4, 1e20, 3e38, -1e5, -3e38]], dtype=dtype)
+        for scale in (1.0, 2.0**-70, 2.0**-126):
+            scales = torch.full((1, 1), scale, device=device)
+            codes, _ = _C.float8_encode(beyond.to(device), False, False, scales)
+            assert numpy_of(codes).tolist() == [[0x7E] * 7 + [0xFE] * 2]
 
 
 @pytest.mark.parametrize("form", FORMS)
