@@ -482,7 +482,7 @@ FAMILIES = ("adam", "adaptive", "layerwise", "muon", "rmsprop", "sgd")
 KERNELS = {f"cuda_apply_{family}" for family in FAMILIES}
 KERNELS |= {
     f"cuda_{name}"
-    for name in ["average", "changed", "compare", "copy", "decide", "measure", "runtime"]
+    for name in ["average", "changed", "compare", "copy", "decide", "float8", "measure", "runtime"]
 }
 KERNELS |= {"cuda_step", "cuda_step_table"}
 NO_KERNELS = {"cuda_absent"}
