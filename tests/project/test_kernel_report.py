@@ -23,7 +23,9 @@ from build_tools import found  # noqa: E402
 
 FIRST_HALVES = ("update_sums_kernel", "directions_kernel")
 APPLY = ("apply_kernel", "apply_noting_kernel")
+FLOAT8 = {"float8_kernel": 8, "mxfp8_kernel": 1}  # eights of elements that a thread reads in a row
 HOT = (*APPLY, "average_kernel", "compare_kernel", "copy_kernel", "measure_kernel", *FIRST_HALVES)
+HOT += tuple(FLOAT8)
 _HEADERS = "".join(path.read_text() for path in (ROOT / "csrc/core/rules").glob("*.h"))
 LISTED = dict(re.findall(r"  X\((\w+), (\w+)\)", _HEADERS))
 STATES = {rule: len(Rule(operator).names) for rule, operator in LISTED.items()}
@@ -62,6 +64,8 @@ def wide_accesses(name: str, two_pass: set[str]) -> tuple[int, int]:
         return 4 * (2 + 1 + 1) + (ARRAY + SECOND if splits else 0), 0
     if kind == "compare_kernel":  # float32 before and after, and 16-bit ones
         return 2 * (ARRAY + 1), 0
+    if kind in FLOAT8:  # of float32, or of 16 bits; codes are 8 bytes
+        return FLOAT8[kind] * (ARRAY if rule == "true" else 1), 0
     if kind == "copy_kernel":
         return ARRAY + SECOND, ARRAY + SECOND
     if kind == "average_kernel":
