@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,9 @@ def test_no_copy_of_the_weights() -> None:
     for run in (take, lambda: amp.apply_changes(receiver, taken), changes.begin):
         assert most_bytes(run) < (6 * share + 0.01) * weights
     assert most_bytes(changes.checksums) < 16 << 20  # of the bytes that are added together
+    for (low, high), param in zip(changes.checksums().values(), model.parameters(), strict=True):
+        data = param.detach().view(torch.uint8).numpy().tobytes()
+        assert zlib.adler32(data) == high << 16 | low
     assert all(map(torch.equal, receiver.parameters(), model.parameters()))
 
 
