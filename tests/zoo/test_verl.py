@@ -60,7 +60,11 @@ def test_offload_and_checkpoints_of_verl_keep_every_bit(run_on: Any) -> None:
 SKIPS = 3, 4, 11
 # Each is trained for verl_deltas.SYNCS syncs; three at a time share the start of two processes.
 SYNCED: dict[str, dict[str, Any]] = {
-    "float32 shards": {"overflows": SKIPS},
+    "float32 shards": {
+        "overflows": SKIPS,
+        "reshard_after_forward": False,
+        "evaluates": True,
+    },
     "float32 shards at a small rate": {"overflows": SKIPS, "lr": 1e-6},
     "float16 with loss scaling": {"dtype": "fp16", "overflows": SKIPS},
     "bfloat16 shards with masters": {"overflows": SKIPS, "lr": 1e-5, "prepares": "bfloat16"},

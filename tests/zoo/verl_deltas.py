@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 import verl
 from helpers import raw_bytes
-from verl_engine import engine_of, other_memory, train
+from verl_engine import batch, engine_of, loss_of, other_memory, train
+
+from amp_mp.sharding.shards import is_dtensor
 
 SYNCS = 60
 BF16 = torch.bfloat16
@@ -180,12 +182,14 @@ def synced(
     offload: bool = False,
     lost: Any = (),
     anew: Any = (),
+    evaluates: bool = False,
     **of_engine: Any,
 ) -> dict[str, Any]:
     """What differs from verl's entries, after which syncs the receiver differs, how many changed.
 
     buffer: one element of it changes before each sync. offload: the weights are away meanwhile.
     lost: syncs of which the receiver gets nothing. anew: before these another sender begins.
+    evaluates: before each sync; without reshard_after_forward the weights are whole then.
     """
     engine = engine_of(dtype, **of_engine)
     sender = begun(engine)
@@ -200,6 +204,10 @@ def synced(
                 engine.to("cpu")
         if sync in anew:
             sender = begun(engine)
+        if evaluates:
+            with engine.eval_mode():
+                engine.infer_batch(batch(sync), loss_of)
+            assert not is_dtensor(engine.module.lm_head.weight)
         ours, verls = exports(engine)
         superset = steps_a_sync > 1 or sync - 1 in lost
         found["differ"] += [f"{sync}: {each}" for each in differences(ours, verls, superset)]

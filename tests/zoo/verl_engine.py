@@ -115,6 +115,7 @@ def engine_of(
     prepares: Any = None,
     strategy: str = "fsdp2",
     fsdp_size: int = -1,
+    reshard_after_forward: bool = True,
     tied: bool = False,
     lr: float = 4e-3,
     **more: Any,
@@ -135,6 +136,7 @@ def engine_of(
     sharding = verl_config.FSDPEngineConfig(
         strategy=strategy,
         fsdp_size=fsdp_size,
+        reshard_after_forward=reshard_after_forward,
         use_torch_compile=False,
         mixed_precision=precision,
     )
