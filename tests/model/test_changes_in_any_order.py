@@ -67,6 +67,7 @@ class Contract:
         self.mean = now.get("mean", torch.empty(0))
         self.net = {n: torch.zeros(t.numel(), dtype=torch.int64) for n, t in now.items()}
         self.all = self.marked = False  # marked: since the last take
+        self.held: set[str] = set()  # given whole, and not confirmed
         self.kept: tuple[dict[str, Tensor], bool] | None = None
         self.version = self.base = 0
 
@@ -106,7 +107,7 @@ class Contract:
                 self.net[name] += now.long() - before[name].long()
 
     def is_whole(self, name: str) -> bool:
-        return self.all or bool(self.net[name].any())
+        return self.all or name in self.held or bool(self.net[name].any())
 
     def wanted(self) -> dict[str, Tensor]:
         """Where each tensor counts as changed."""
@@ -115,6 +116,7 @@ class Contract:
     def taken(self) -> None:
         self.kept = ({n: d.clone() for n, d in self.net.items()}, False)
         self.marked = False
+        self.held = {name for name in self.net if self.is_whole(name)}
         self.version += 1
 
     def given(self) -> None:
@@ -122,6 +124,7 @@ class Contract:
         self.stepped = {n: torch.zeros_like(s) for n, s in self.stepped.items()}
         self.net = {n: d - self.kept[0][n] for n, d in self.net.items()}
         self.all = self.all and self.marked
+        self.held = set()
         self.kept = None
         self.base = self.version
 

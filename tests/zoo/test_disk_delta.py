@@ -58,7 +58,7 @@ def train(tied: bool, dtype: torch.dtype | None, folder: str) -> None:
             optimizer.zero_grad()
         if sync == ALL:
             changes.mark_all()
-        names["publish"](Path("weights"))
+        names["version"] = names["publish"](Path("weights"), names["version"])
         save(sync + 2)
 
 

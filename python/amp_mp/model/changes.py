@@ -153,7 +153,9 @@ class Changes:
         self._version += 1
         taken.base, taken.version = None if is_whole else self._base, self._version
         self._kept = (look, self._marks)
-        if not keep:
+        if keep:
+            look.hold()
+        else:
             self._end()
         return taken
 
@@ -335,6 +337,14 @@ class _Look:
             if each.has_all_changed and each.local().numel():
                 found[each.name] = each.all_changed(self._global)
         return {each.name: found[each.name] for each in self._watched if each.name in found}
+
+    def hold(self) -> None:
+        """Has the next look give again all that was given whole.
+
+        The receiver may have it already; a write that is taken back would be no change to the sum.
+        """
+        for each in self._watched:
+            each.is_all = each.has_all_changed
 
     def is_current(self) -> bool:
         """Whether no step has changed a weight since. Waits for the devices."""
