@@ -239,10 +239,11 @@ def test_no_copy_of_the_weights() -> None:
     assert all(map(torch.equal, receiver.parameters(), model.parameters()))
 
 
-def test_changes_of_a_large_step_are_tensors_of_their_own(device: str) -> None:
-    """Pickling one carries no other: each has memory of its own."""
+@pytest.mark.parametrize("names", [None, hugging_face])
+def test_changes_have_memory_of_their_own(device: str, names: Any) -> None:
+    """Pickling one carries no other."""
     model = Attention(device)
-    changes = amp.Changes(model)
+    changes = amp.Changes(model, names=names)
     step(model)
     tensors: list[Tensor] = [each for changed in changes.take().values() for each in changed]
     for each in tensors:

@@ -1,7 +1,7 @@
 """A receiver's names: each is a piece of one of the trainer's tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -81,9 +81,10 @@ class Cut:
         positions = positions - firsts.index_select(0, own)
         if max(piece.numel for piece in self.pieces) < 2**31:
             positions = positions.to(torch.int32)
-        found = {}
-        for i, begin, end in zip(self._order, begins, [*begins[1:], len(values)], strict=True):
-            found[i] = ChangedWeights(positions[begin:end], values[begin:end])
+        sizes = [end - begin for begin, end in pairwise([*begins, len(values)])]
+        # Copies: a piece that is sent by pickle would carry all of the tensor's changes.
+        parts = zip(_copies(positions, sizes), _copies(values, sizes), strict=True)
+        found = {i: ChangedWeights(*part) for i, part in zip(self._order, parts, strict=True)}
         return {piece.name: found[i] for i, piece in enumerate(self.pieces)}
 
 
@@ -106,6 +107,13 @@ def cut_all(
         for name, own in zip(names, searched, strict=True):
             found[name] = cuts[name].cut(taken[name], list(islice(begins, len(own))))
     return found
+
+
+def _copies(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Its parts of these sizes, in memory of their own."""
+    parts = [tensor.new_empty(size) for size in sizes]
+    torch.split_with_sizes_copy(tensor, sizes, out=parts)
+    return parts
 
 
 def _place(cuts: list[Cut], device: torch.device) -> None:

@@ -35,6 +35,7 @@ FILES = {
     "model/test_average_pass": 23,
     "model/test_changes": 300,
     "model/test_changes_in_any_order": 1,
+    "model/test_changes_for_receivers": 11,
     "model/test_convert": 16,
     "model/test_float8": 75,
     "model/test_kept_modules": 36,
