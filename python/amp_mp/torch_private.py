@@ -63,6 +63,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "Module": {
         "_parameters": "a module's own parameters, a shared one too; named_parameters() is slow",
         "_buffers": "the same of buffers",
+        "_non_persistent_buffers_set": "the names of buffers that state_dict() leaves out",
         "_apply": "converts a module without its children; AveragedModel refuses casts there",
         "_forward_hooks": "whether a hook of ours is there",
         "_forward_pre_hooks": "the same",
