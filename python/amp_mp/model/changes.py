@@ -227,7 +227,8 @@ class Changes:
         names, sums = list[str](), list[Tensor]()
         for name, own in present.first.items():
             watched = self._watched[own]
-            local, origin = watched.local().contiguous(), watched.origin(global_positions=True)
+            local = watched.local().contiguous()
+            origin, _ = watched.counting(local, global_positions=True)
             for piece in self._cuts[name].pieces:
                 if piece.numel:
                     names.append(piece.name)
@@ -265,7 +266,8 @@ class Changes:
             self._watched[name].is_all = True
         self._watched = {name: self._watched[name] for name in present.tensors}
         for each in self._watched.values():
-            each.note_copy()
+            if each.copy is not None:
+                each.note_copy()
         return present
 
     def _cut_up(self, present: Names) -> None:
@@ -307,35 +309,43 @@ class _Look:
     def __init__(self, watched: list[Watched], global_positions: bool | None = None) -> None:
         """global_positions: how positions count if `take` will be called, else None."""
         self._watched, self._global = watched, global_positions
-        by_device: dict[torch.device, list[Watched]] = {}
+        by_device: dict[torch.device, list[tuple[Watched, Tensor]]] = {}
         for each in watched:
-            by_device.setdefault(each.local().device, []).append(each)
+            local = each.local()
+            by_device.setdefault(local.device, []).append((each, local))
         for device, own in by_device.items():
             if device.type not in ("cpu", "cuda"):
-                raise ValueError(f"{own[0].name} is on {device}; amp_mp works on CPU and CUDA")
-        self._parts: list[tuple[list[Watched], _C.Looked]] = []
+                raise ValueError(f"{own[0][0].name} is on {device}; amp_mp works on CPU and CUDA")
+        self._looked: list[_C.Looked] = []
+        # The weights that `take` reads, which would be kept until `given` if it did not drop them.
+        self._weights = list(by_device.values())
         for own in by_device.values():
-            weights, notes = [each.numbers() for each in own], [each.notes for each in own]
-            looked = _C.Looked(weights, notes, [] if global_positions is None else [
-                (each.origin(global_positions), each.is_wide(global_positions)) for each in own
-            ])  # fmt: skip
-            for each, numbers in zip(own, looked.found, strict=True):
-                each.looked_at(*numbers)
-            self._parts.append((own, looked))
+            weights, notes = [each.numbers(w) for each, w in own], [each.notes for each, _ in own]
+            counting = []
+            if global_positions is not None:
+                counting = [each.counting(w, global_positions) for each, w in own]
+            looked = _C.Looked(weights, notes, counting)
+            for (each, local), numbers in zip(own, looked.found, strict=True):
+                each.looked_at(local, *numbers)
+            self._looked.append(looked)
         self._sums = [each.now for each in watched]
 
     def take(self) -> dict[str, ChangedWeights]:
-        """What has changed, by name, in the order of the watched tensors."""
+        """What has changed, by name, in the order of the watched tensors. Once."""
         assert self._global is not None
         found: dict[str, ChangedWeights] = {}
-        for own, looked in self._parts:
-            some = [i for i, w in enumerate(own) if not w.has_all_changed and w.bits]
-            gathered = looked.gather(some, [own[i].local() for i in some])
-            for i, (positions, values) in zip(some, gathered, strict=True):
-                found[own[i].name] = own[i].in_rows(ChangedWeights(positions, values))
-        for each in self._watched:
-            if each.has_all_changed and each.local().numel():
-                found[each.name] = each.all_changed(self._global)
+        for own, looked in zip(self._weights, self._looked, strict=True):
+            some = [i for i, (w, _) in enumerate(own) if w.count and not w.has_all_changed]
+            gathered = looked.gather(some, [own[i][1] for i in some])
+            for i, each in zip(some, gathered, strict=True):
+                watched, local = own[i]
+                changed = ChangedWeights(*each)
+                in_order = local.is_contiguous()
+                found[watched.name] = changed if in_order else watched.in_rows(changed)
+        self._weights = []
+        for watched in self._watched:
+            if watched.has_all_changed and watched.count:
+                found[watched.name] = watched.all_changed(self._global)
         return {each.name: found[each.name] for each in self._watched if each.name in found}
 
     def hold(self) -> None:
@@ -348,11 +358,11 @@ class _Look:
 
     def is_current(self) -> bool:
         """Whether no step has changed a weight since. Waits for the devices."""
-        return all(looked.is_current() for _, looked in self._parts)
+        return all(looked.is_current() for looked in self._looked)
 
     def end(self, unmarks: bool = True) -> None:
         """Lets the notes begin anew with the weights that were looked at."""
-        for _, looked in self._parts:
+        for looked in self._looked:
             looked.clear()
         for each, now in zip(self._watched, self._sums, strict=True):
             each.then = now

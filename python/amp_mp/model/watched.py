@@ -11,6 +11,8 @@ from amp_mp.dtypes import LOW_PRECISION, NATIVE
 from amp_mp.module_names import plain_name, plain_names
 from amp_mp.sharding.shards import Origin, is_dtensor, local_of, origin_of, why_unusable
 
+IN_ITS_PART = Origin()
+
 
 class ChangedWeights(NamedTuple):
     """Weights of one parameter that have changed: where, and what they are now.
@@ -71,9 +73,11 @@ class Watched:
         self.dtype = self.dtype if tensor.dtype in NATIVE else None
         self.notes: _C.WeightChanges | None = None
         self.copy: Tensor | None = None  # of a buffer, which no step writes
-        # At the last look: the sum of the weights, what it was expected to be, and how many bits
-        # are set in the notes.
-        self.now = self.then = self.bits = 0
+        # At the last look: the sum of the weights, and how many count as changed; all of them where
+        # something else than a step has written it, or all of it is wanted.
+        self.now = self.count = 0
+        self.has_all_changed = False
+        self.then = 0  # the sum that is expected where there are no notes
         if self.dtype is None:
             return
         self.notes = _C.WeightChanges(tensor, self.dtype)
@@ -108,48 +112,32 @@ class Watched:
             _C.compare([now], [self.copy], [self.notes.memory], [self.dtype])
             self.copy.copy_(now)
 
-    def numbers(self) -> Tensor:
-        """What a look reads: the weights, or the bytes of what has no notes, as float16."""
-        local = self.local()
+    def numbers(self, local: Tensor) -> Tensor:
+        """What a look reads of its part: weights, or bytes, as float16, of what has no notes."""
         if self.notes is not None:
             return local
         raw = local.contiguous().flatten().view(torch.uint8)
         return (raw.to(torch.int16) if raw.numel() % 2 else raw).view(torch.float16)
 
-    def looked_at(self, now: int, noted: int, bits: int) -> None:
-        """Takes what a look has found."""
-        self.now, self.bits = now, bits
-        if self.notes is not None:
-            self.then = noted
+    def looked_at(self, local: Tensor, now: int, noted: int, bits: int) -> None:
+        """Takes what a look at its part has found."""
+        self.now = now
+        expected = self.then if self.notes is None else noted
+        self.has_all_changed = self.is_all or now != expected
+        self.count = local.numel() if self.has_all_changed else bits
 
-    @property
-    def has_all_changed(self) -> bool:
-        """Whether something else than a step has written it, or all of it is wanted."""
-        return self.is_all or self.now != self.then
-
-    @property
-    def count(self) -> int:
-        """How many elements count as changed."""
-        return self.local().numel() if self.has_all_changed else self.bits
-
-    def origin(self, global_positions: bool) -> Origin:
-        """Where its positions begin to count."""
-        return origin_of(self.tensor) if global_positions else Origin()
-
-    def is_wide(self, global_positions: bool) -> bool:
-        """Whether its positions are int64."""
-        return self.numel(global_positions) >= 2**31
-
-    def numel(self, whole: bool) -> int:
-        """The elements of the whole tensor, or of the part on this process."""
-        return prod(self.shape) if whole else self.local().numel()
+    def counting(self, local: Tensor, global_positions: bool) -> tuple[Origin, bool]:
+        """Where its positions begin to count, and whether they are int64."""
+        if not global_positions:
+            return IN_ITS_PART, local.numel() >= 2**31
+        return origin_of(self.tensor), prod(self.shape) >= 2**31
 
     def all_changed(self, global_positions: bool) -> ChangedWeights:
         """Every weight."""
         local = self.local()
-        dtype = torch.int64 if self.is_wide(global_positions) else torch.int32
+        (first, length, stride), is_wide = self.counting(local, global_positions)
+        dtype = torch.int64 if is_wide else torch.int32
         positions = torch.arange(local.numel(), dtype=dtype, device=local.device)
-        first, length, stride = self.origin(global_positions)
         if length:
             positions += positions // length * (stride - length)
         values = local.to(self.given_dtype, copy=True, memory_format=torch.contiguous_format)
@@ -168,8 +156,6 @@ class Watched:
     def in_rows(self, changed: ChangedWeights) -> ChangedWeights:
         """Places in memory as positions in row-major order, ascending, and their values."""
         local = self.local()
-        if local.is_contiguous():
-            return changed
         places, values = changed
         strides, sizes = local.stride(), local.shape
         rows = torch.zeros_like(places)
