@@ -31,12 +31,12 @@ def sums_of(local: Tensor, origin: Origin, piece: Piece, dtype: torch.dtype) -> 
         if first == 0:
             sums += torch.tensor([1, size], device=local.device)
         together = max(1, _TOGETHER // (length * item))
+        ramp = torch.arange(length * item, dtype=torch.float64, device=local.device)
         for row in range(0, rows, together):
             count = min(together, rows - row)
             part = flat[start + row * length : start + (row + count) * length]
             lines = part.to(dtype).view(torch.uint8).view(count, length * item)
             at = first + row * stride + stride * torch.arange(count, device=local.device)
-            ramp = torch.arange(length * item, dtype=torch.float64, device=local.device)
             low = lines.sum(1, dtype=torch.int64)
             within = (lines.double() @ ramp).long()
             high = (size - item * at) % MODULUS * (low % MODULUS) - within

@@ -46,8 +46,8 @@ class Names(NamedTuple):
         for prefix, module in model.named_modules(remove_duplicate=False):
             own: dict[str, Tensor | None] = {**module._parameters}
             if buffers:
-                kept = module._buffers.keys() - module._non_persistent_buffers_set
-                own |= {name: module._buffers[name] for name in module._buffers if name in kept}
+                left_out = module._non_persistent_buffers_set
+                own |= {n: each for n, each in module._buffers.items() if n not in left_out}
             for name, tensor in own.items():
                 if tensor is not None:
                     full = plain_name(plain, f"{prefix}.{name}")
