@@ -11,8 +11,8 @@ namespace amp_mp {
 
 // Elements of arrays. float16_root is the square root of a number that is not negative: Adam's
 // second moment is often below float16's range, its root is not. ue8m8 is a bfloat16 without sign,
-// with one more bit of mantissa. M8 and Log8 are codes whose scale is shared by a group (core/m8.h,
-// core/log8.h).
+// with one more bit of mantissa. M8, I8 and Log8 are codes whose scale is shared by a group
+// (core/m8.h, core/i8.h, core/log8.h).
 struct float16 {
   uint16_t bits;
 };
@@ -28,12 +28,20 @@ struct ue8m8 {
 struct M8 {
   int8_t code;
 };
+struct I8 {
+  int8_t code;
+};
 struct Log8 {
   uint8_t code;
 };
+// Elements of second arrays besides plain numbers: none, and the remainders of two neighbours.
 struct NoSecond {};
+struct TwoNibbles {
+  uint8_t bits;  // the first neighbour's are the low half
+};
 
 constexpr int kGroup = 32;  // elements that share a scale in formats of groups (core/groups.h)
+constexpr int kPacked = 2;  // elements that share a byte of TwoNibbles
 
 // Properties of a format.
 enum FormatProperty : uint32_t {
@@ -50,24 +58,26 @@ enum FormatProperty : uint32_t {
 };
 
 // Name in Python; element of the data array; torch's dtype for it; element of the second array
-// (plan.h, Array), which is an integer, a bfloat16, a float16 or NoSecond; properties.
+// (plan.h, Array), which is an integer, a bfloat16, a float16, TwoNibbles or NoSecond; properties.
 // clang-format off
-#define AMP_MP_FOR_EACH_FORMAT(X)                                                            \
-  X(float32,             float,        Float,    NoSecond, kForAll)                          \
-  X(float16,             float16,      Half,     NoSecond, kForAll)                          \
-  X(bfloat16,            bfloat16,     BFloat16, NoSecond, kForAll)                          \
-  X(float16_root,        float16_root, Half,     NoSecond, kForSquare)                       \
-  X(float16_stochastic,  float16,      Half,     NoSecond, kForMaster | kRandom)             \
-  X(bfloat16_stochastic, bfloat16,     BFloat16, NoSecond, kForMaster | kForState | kRandom) \
-  X(ue8m8,               ue8m8,        Short,    NoSecond, kForSquare | kRandom)             \
-  X(m8,                  M8,           Char,     bfloat16, kForMoment | kGrouped | kRandom)  \
-  X(log8,                Log8,         Byte,     uint8_t,  kForSquare | kGrouped | kRandom)  \
-  X(bfloat16_float32,    float,        Float,    bfloat16, kForMaster | kSplit)              \
-  X(float16_float32,     float,        Float,    float16,  kForMaster | kSplit)              \
-  X(bfloat16_split32,    bfloat16,     BFloat16, int16_t,  kForMaster | kSplit)              \
-  X(bfloat16_split24,    bfloat16,     BFloat16, int8_t,   kForMaster | kSplit)              \
-  X(float16_split32,     float16,      Half,     int16_t,  kForMaster | kSplit)              \
-  X(float16_split24,     float16,      Half,     int8_t,   kForMaster | kSplit)
+#define AMP_MP_FOR_EACH_FORMAT(X)                                                              \
+  X(float32,             float,        Float,    NoSecond,   kForAll)                          \
+  X(float16,             float16,      Half,     NoSecond,   kForAll)                          \
+  X(bfloat16,            bfloat16,     BFloat16, NoSecond,   kForAll)                          \
+  X(float16_root,        float16_root, Half,     NoSecond,   kForSquare)                       \
+  X(float16_stochastic,  float16,      Half,     NoSecond,   kForMaster | kRandom)             \
+  X(bfloat16_stochastic, bfloat16,     BFloat16, NoSecond,   kForMaster | kForState | kRandom) \
+  X(ue8m8,               ue8m8,        Short,    NoSecond,   kForSquare | kRandom)             \
+  X(m8,                  M8,           Char,     bfloat16,   kForMoment | kGrouped | kRandom)  \
+  X(i8,                  I8,           Char,     bfloat16,   kForMoment | kGrouped | kRandom)  \
+  X(log8,                Log8,         Byte,     uint8_t,    kForSquare | kGrouped | kRandom)  \
+  X(bfloat16_float32,    float,        Float,    bfloat16,   kForMaster | kSplit)              \
+  X(float16_float32,     float,        Float,    float16,    kForMaster | kSplit)              \
+  X(bfloat16_split32,    bfloat16,     BFloat16, int16_t,    kForMaster | kSplit)              \
+  X(bfloat16_split24,    bfloat16,     BFloat16, int8_t,     kForMaster | kSplit)              \
+  X(bfloat16_split20,    bfloat16,     BFloat16, TwoNibbles, kForMaster | kSplit | kRandom)    \
+  X(float16_split32,     float16,      Half,     int16_t,    kForMaster | kSplit)              \
+  X(float16_split24,     float16,      Half,     int8_t,     kForMaster | kSplit)
 // clang-format on
 
 #define AMP_MP_FORMAT(name, ...) name,
@@ -78,17 +88,23 @@ template <class T>
 constexpr int kWidth = int(sizeof(T));  // bytes of an element
 template <>
 inline constexpr int kWidth<NoSecond> = 0;
+template <class T>
+constexpr int kPackedIn = 1;
+template <>
+inline constexpr int kPackedIn<TwoNibbles> = kPacked;
 
 struct FormatInfo {
   const char* name;
   int width, second_width;  // bytes of an element of each array, 0 without the second
+  int group;                // how many elements share one of the second array
   uint32_t properties;
 
   constexpr bool is(uint32_t property) const { return (properties & property) != 0; }
 };
 
 #define AMP_MP_FORMAT(name, element, dtype, second, properties) \
-  {#name, kWidth<element>, kWidth<second>, properties},
+  {#name, kWidth<element>, kWidth<second>,                      \
+   ((properties) & kGrouped) != 0 ? kGroup : kPackedIn<second>, properties},
 constexpr FormatInfo kFormats[] = {AMP_MP_FOR_EACH_FORMAT(AMP_MP_FORMAT)};
 #undef AMP_MP_FORMAT
 #define AMP_MP_FORMAT(name, ...) #name,
@@ -138,20 +154,28 @@ constexpr FormatSet kRandomFormats = formats_with(kRandom), kSplitFormats = form
 constexpr FormatSet kGroupedFormats = formats_with(kGrouped);
 constexpr FormatSet kWidth1 = formats_where([](const FormatInfo& f) { return f.width == 1; });
 constexpr FormatSet kWidth4 = formats_where([](const FormatInfo& f) { return f.width == 4; });
-constexpr FormatSet kSecond1 =
-    formats_where([](const FormatInfo& f) { return f.is(kSplit) && f.second_width == 1; });
+constexpr FormatSet kPackedFormats =
+    formats_where([](const FormatInfo& f) { return f.group == kPacked; });
+constexpr FormatSet kSecond1 = formats_where(
+    [](const FormatInfo& f) { return f.is(kSplit) && f.second_width == 1 && f.group == 1; });
 
 // Whether storing draws random bits.
 AMP_MP_BOTH bool is_stochastic(Format f) { return is_in(kRandomFormats, f); }
 
 AMP_MP_BOTH bool is_split(Format f) { return is_in(kSplitFormats, f); }
 
+// Whether the remainders of two neighbours share a byte.
+AMP_MP_BOTH bool is_packed(Format f) { return is_in(kPackedFormats, f); }
+
 // Whether stores of weights and moments must be saturated first; formats that always saturate do it
 // in `encode`.
 AMP_MP_BOTH bool saturates(Format f) { return f == Format::float16; }
 
-// Bytes of an element of data, and of the second array of a split format.
+// Bytes of an element of data, and of the second array of a split format that has one for each
+// element of data; else 0.
 AMP_MP_BOTH int width_of(Format f) { return is_in(kWidth4, f) ? 4 : is_in(kWidth1, f) ? 1 : 2; }
-AMP_MP_BOTH int second_width_of(Format f) { return !is_split(f) ? 0 : is_in(kSecond1, f) ? 1 : 2; }
+AMP_MP_BOTH int second_width_of(Format f) {
+  return !is_split(f) || is_packed(f) ? 0 : is_in(kSecond1, f) ? 1 : 2;
+}
 
 }  // namespace amp_mp

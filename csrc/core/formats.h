@@ -115,8 +115,9 @@ AMP_MP_BOTH float16_root encode<float16_root>(float x) {
 
 // Stochastic rounding rounds up with a probability proportional to the bits it drops, so the mean
 // over many steps is right; rounding to nearest would return the old value for ever if updates are
-// small. 8 random bits, plus half a unit so that their mean is one half, are as good as 16 here. A
-// number that fits exactly does not change, whatever the random bits.
+// small. There are 8 random bits, and half a unit besides, so that their mean is one half: what is
+// below a 512th of the last place is lost. A number that fits exactly does not change, whatever the
+// random bits.
 AMP_MP_BOTH uint32_t noise_of(uint32_t random) { return random << 8 | 0x80u; }
 
 // NaN is chosen after the addition: choosing first would make the addition wait for the comparison.

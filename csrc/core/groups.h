@@ -15,6 +15,7 @@
 //
 // All codes of a group whose scale is not plain are stored as 0. The bits of a NaN depend on the
 // processor, and a code of them would too.
+#include "core/i8.h"
 #include "core/log8.h"
 #include "core/m8.h"
 
@@ -25,6 +26,10 @@ struct GroupWith;
 template <>
 struct GroupWith<M8> {
   using type = M8Group;
+};
+template <>
+struct GroupWith<I8> {
+  using type = I8Group;
 };
 template <>
 struct GroupWith<Log8> {

@@ -11,10 +11,13 @@
 //             written by others, and the weight is the master.
 //   split32   a remainder of 2 bytes instead, exact
 //   split24   of 1 byte
+//   split20   of half a byte, for bfloat16 weights
 //
 // With bfloat16 weights the remainder is signed, and `u` are the master's bits:
 //   split32   weight = (u + 0x8000) >> 16, remainder = the low 16 bits of u
 //   split24   the same with u first rounded to 24 bits: worst error 1/512 of a bfloat16 ulp
+//   split20   the same with u first rounded to 20 bits, at random: to nearest, updates below 1/32
+//             of the ulp would be lost
 // This is integer arithmetic, and split32 is exact below the numbers that round to infinity. Ties
 // are rounded away from zero: with ties to even, 65,537 floats would round to an even bfloat16, one
 // more than 16 bits can tell apart.
@@ -74,6 +77,20 @@ struct Split24 {
   static constexpr int32_t kLargest = 127;
 };
 
+struct Split20 {
+  using Master = TwoNibbles;
+
+  // nibble: 0 to 15, a signed number of four bits, whose sign a subtraction extends.
+  static AMP_MP_BOTH float join(uint32_t weight, uint32_t nibble) {
+    return join_bits(weight, weight + ((nibble ^ 8u) << 12) - 0x8000u);
+  }
+  // `u`, of which the low 12 bits are dropped.
+  static AMP_MP_BOTH uint32_t round(float x, uint32_t random) {
+    return add_to_bits(x, noise_of(random) >> 4);
+  }
+  static AMP_MP_BOTH uint32_t nibble_of(uint32_t u) { return u >> 12 & 15u; }
+};
+
 // A float32 master beside its weight, which is rounded to nearest even and saturates in float16.
 struct WholeMaster {
   using Master = float;
@@ -105,6 +122,10 @@ struct SplitWith<int16_t> {
 template <>
 struct SplitWith<int8_t> {
   using type = Split24;
+};
+template <>
+struct SplitWith<TwoNibbles> {
+  using type = Split20;
 };
 template <class Remainder>
 using SplitOf = typename SplitWith<Remainder>::type;

@@ -102,9 +102,9 @@ AMP_MP_BOTH void apply_one(const Slot& slot, int64_t at, const Rule& rule, float
                      open<S1>(slot.state[1], at, nullptr, 1), Nothing{}, &random, 1);
 }
 
-// By pairs, for bfloat16 gradients and bfloat16_split24 masters whose states have the
-// formats F0 and F1, float32 for a state that the rule does not have.
-template <class Rule, Format F0, Format F1>
+// By pairs, for bfloat16 gradients, and masters in the format W whose states have the formats F0
+// and F1, float32 for a state that the rule does not have.
+template <class Rule, Format W, Format F0, Format F1>
 AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const Rule& rule,
                              float multiplier, uint64_t seed) {
   // Without groups more elements at a time: the loop's beginning and end cost less. With groups the
@@ -114,16 +114,27 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   Noting noting(slot);
   const int step = noting.compares() ? kTile : kStep;
   Bytes<kStep> bytes(random_stream(seed, slot.clock->step, slot.tensor_index, false), slot.origin);
+  constexpr bool kDraws = draws_random<W>, kIsPacked = kFormats[int(W)].group == kPacked;
+  Bytes<kDraws ? kStep : 1> weight_bytes(
+      random_stream(seed, slot.clock->step, slot.tensor_index, true), slot.origin);
+  alignas(64) uint16_t unpacked[kIsPacked ? kStep / kPacked : 1];
   for (int64_t i = begin; i < end; i += step) {
     const int n = int(end - i < step ? end - i : step);
     if (noting.compares()) noting.before(i, n);
     const uint8_t* random = bytes.of(i, n);
+    const uint8_t* weight_random = nullptr;
+    if constexpr (kDraws) weight_random = weight_bytes.of(i, n);
     const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
-    const MasterPairs w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
-                           reinterpret_cast<Half*>(at_element<int8_t>(slot.master.second, i))};
+    TwoNibbles* const nibbles = at_element<TwoNibbles>(slot.master.second, i / kPacked);
+    Half* remainders = reinterpret_cast<Half*>(at_element<int8_t>(slot.master.second, i));
+    if constexpr (kIsPacked) unpack(nibbles, remainders = unpacked, n / 2);
+    const MasterPairs<W> w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
+                              remainders};
     const StatePairs<F0> s0 = open_pairs<F0>(slot.state[0], i, halves[0], n);
     const StatePairs<F1> s1 = open_pairs<F1>(slot.state[1], i, halves[1], n);
-    update_pairs(rule, multiplier, g, w, s0, s1, reinterpret_cast<const Half*>(random), n / 2);
+    update_pairs(rule, multiplier, g, w, s0, s1, reinterpret_cast<const Half*>(random),
+                 reinterpret_cast<const Half*>(weight_random), n / 2);
+    if constexpr (kIsPacked) pack(unpacked, nibbles, n / 2);
     close_pairs<F0>(slot.state[0], i, halves[0], random, n);
     close_pairs<F1>(slot.state[1], i, halves[1], random, n);
     if constexpr (!is_grouped<F0> && !is_grouped<F1>)  // groups are whole pairs
@@ -133,37 +144,40 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   noting.add();
 }
 
-// Calls f.operator()<F0, F1>() for the formats of the states if apply_pairs has them; returns
-// whether it does.
+// The formats of a master and its states that apply_pairs has, beside those of the slot: calls
+// f.operator()<W, F0, F1>() and returns true where they are the slot's.
+template <Format W, Format F0, Format F1 = Format::float32, class F>
+AMP_MP_BOTH bool is_done(const Slot& slot, const F& f) {
+  if (slot.master.format != W || slot.state[0].format != F0) return false;
+  if (F1 != Format::float32 && slot.state[1].format != F1) return false;
+  return f.template operator()<W, F0, F1>(), true;
+}
+
 template <class Rule, class F>
 AMP_MP_BOTH bool with_pairs(const Slot& slot, const F& f) {
   if constexpr (state_count<Rule> == 1 || state_count<Rule> == 2) {
     using enum Format;
-    if (slot.master.format != bfloat16_split24 || slot.grad.format != bfloat16) return false;
-    const Format a = slot.state[0].format, b = slot.state[1].format;
-    if constexpr (state_count<Rule> == 1) {
-      if constexpr (is_square<Rule, 0>) {
-        if (a == ue8m8) return f.template operator()<ue8m8, float32>(), true;
-        if (a == log8) return f.template operator()<log8, float32>(), true;
-      } else {
-        if (a == bfloat16_stochastic)
-          return f.template operator()<bfloat16_stochastic, float32>(), true;
-        if (a == m8) return f.template operator()<m8, float32>(), true;
-      }
+    if (slot.grad.format != bfloat16) return false;
+    if constexpr (state_count<Rule> == 1 && is_square<Rule, 0>) {
+      return is_done<bfloat16_split24, ue8m8>(slot, f) ||
+             is_done<bfloat16_split24, log8>(slot, f) || is_done<bfloat16_split20, log8>(slot, f);
+    } else if constexpr (state_count<Rule> == 1) {
+      return is_done<bfloat16_split24, bfloat16_stochastic>(slot, f) ||
+             is_done<bfloat16_split24, m8>(slot, f) || is_done<bfloat16_split20, m8>(slot, f);
     } else if constexpr (is_square<Rule, 1> && !is_square<Rule, 0>) {
-      if (a == bfloat16_stochastic && b == ue8m8)
-        return f.template operator()<bfloat16_stochastic, ue8m8>(), true;
-      if (a == m8 && b == ue8m8) return f.template operator()<m8, ue8m8>(), true;
-      if (a == m8 && b == log8) return f.template operator()<m8, log8>(), true;
+      return is_done<bfloat16_split24, bfloat16_stochastic, ue8m8>(slot, f) ||
+             is_done<bfloat16_split24, m8, ue8m8>(slot, f) ||
+             is_done<bfloat16_split24, m8, log8>(slot, f) ||
+             is_done<bfloat16_split20, m8, log8>(slot, f);
     }
   }
   return false;
 }
 
-// Chooses how to access the arrays. With bfloat16 weights the formats of memory="lean", "tiny" and
-// "micro" are updated in pairs; those of "exact" and float32 masters are converted inside the
-// update loop, as are the states of "lean" beside any weight; any other combination goes through
-// tiles.
+// Chooses how to access the arrays. With bfloat16 weights the formats of memory="lean", "tiny",
+// "micro" and "nano" are updated in pairs; those of "exact" and float32 masters are converted
+// inside the update loop, as are the states of "lean" beside any weight; any other combination goes
+// through tiles.
 template <class Rule>
 AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const Rule& rule,
                            float multiplier, uint64_t seed) {
@@ -175,8 +189,8 @@ AMP_MP_BOTH void apply_any(const Slot& slot, int64_t begin, int64_t end, const R
     return apply_as<Rule, true, RowBytes, Floats, Floats, Floats0, Floats1, Floats2>(
         slot, begin, end, rule, multiplier, seed);
   if constexpr (!is_layerwise<Rule>) {
-    const bool done = with_pairs<Rule>(slot, [&]<Format F0, Format F1>() {
-      apply_pairs<Rule, F0, F1>(slot, begin, end, rule, multiplier, seed);
+    const bool done = with_pairs<Rule>(slot, [&]<Format W, Format F0, Format F1>() {
+      apply_pairs<Rule, W, F0, F1>(slot, begin, end, rule, multiplier, seed);
     });
     if (done) return;
   }

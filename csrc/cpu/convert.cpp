@@ -20,7 +20,8 @@ AMP_MP_BOTH void decode_as(const Array& from, int64_t at, float* __restrict to, 
   if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
     join_tile<WholeMaster>(at_element<Second>(from.second, at), data, to, n);
   } else if constexpr (has<F>(kSplit)) {
-    join_tile<SplitOf<Second>>(data, at_element<Second>(from.second, at), to, n);
+    join_tile<SplitOf<Second>>(data, at_element<Second>(from.second, at / kPackedIn<Second>), to,
+                               n);
   } else if constexpr (has<F>(kGrouped)) {
     decode_groups(data, at_element<Second>(from.second, at / kGroup), to, n);
   } else {
@@ -36,6 +37,8 @@ AMP_MP_BOTH void encode_as(const float* __restrict from, const Array& to, int64_
   Data* data = at_element<Data>(to.data, at);
   if constexpr (has<F>(kSplit) && std::is_same_v<Data, float>) {
     split_tile<WholeMaster>(from, at_element<Second>(to.second, at), data, n);
+  } else if constexpr (has<F>(kSplit) && has<F>(kRandom)) {
+    split_tile(from, data, at_element<Second>(to.second, at / kPackedIn<Second>), random, n);
   } else if constexpr (has<F>(kSplit)) {
     split_tile<SplitOf<Second>>(from, data, at_element<Second>(to.second, at), n);
   } else if constexpr (has<F>(kGrouped)) {

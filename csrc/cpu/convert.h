@@ -6,7 +6,7 @@
 // namespace of their own, or they would hide the functions of tiles.h from multiply.cpp.)
 namespace amp_mp::cpu::AMP_MP_ISA::of_any_format {
 
-// n elements of an array from `at` on. A grouped format needs `at` and n in multiples of kGroup.
+// n elements of an array from `at` on, both multiples of the format's group (FormatInfo).
 void decode_tile(Array from, int64_t at, float* to, int n);
 // `random` holds one byte for each element if the format is stochastic; else it may be null.
 void encode_tile(const float* from, Array to, int64_t at, const uint8_t* random, int n);

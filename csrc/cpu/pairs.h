@@ -1,7 +1,7 @@
 #pragma once
-// The apply loop for bfloat16 weights with a remainder of one byte, two elements at a time. What
-// bounds it is the number of instructions: arrays of 16 bits are read and written as 32-bit words
-// of two elements, so that nothing is widened or narrowed. Included by apply.h.
+// The apply loop for bfloat16 weights with a remainder of a byte or half a byte, two elements at a
+// time. What bounds it is the number of instructions: arrays of 16 bits are read and written as
+// 32-bit words of two elements, so that nothing is widened or narrowed. Included by apply.h.
 #include "cpu/access.h"
 #include "cpu/halves.h"
 
@@ -29,7 +29,13 @@ struct GradPairs {
   AMP_MP_BOTH Two get(int i) const { return {from_bits(at[i] << 16), from_bits(at[i] & kUpper)}; }
 };
 
-// Split24 of core/splits.h.
+template <Format F>
+constexpr bool is_grouped = kFormats[int(F)].is(kGrouped);
+template <Format F>
+constexpr bool draws_random = kFormats[int(F)].is(kRandom);
+
+// Masters of core/splits.h: split24's, or split20's in whole bytes, whose lower halves are dropped.
+template <Format F>
 struct MasterPairs {
   Word* __restrict high;
   Half* __restrict remainder;
@@ -39,8 +45,9 @@ struct MasterPairs {
     const uint32_t two = high[i], low = uint32_t(remainder[i]) ^ 0x8080u;
     return {join(two << 16, low << 8), join(two & kUpper, low)};
   }
-  AMP_MP_BOTH void put(int i, Two x) const {
-    const uint32_t even = Split24::round(x.even), odd = Split24::round(x.odd);
+  // `random`: the weights' random bytes, if the format draws them.
+  AMP_MP_BOTH void put(int i, Two x, uint32_t random) const {
+    const uint32_t even = round(x.even, random & 0xFFu), odd = round(x.odd, random >> 8);
     high[i] = upper_halves(even + 0x8000u, odd + 0x8000u);
     remainder[i] = uint16_t(pick(0xFFu, even >> 8, odd));
   }
@@ -49,10 +56,26 @@ struct MasterPairs {
   static AMP_MP_BOTH float join(uint32_t weight, uint32_t low) {
     return join_bits(weight, pick(kUpper, weight, low & 0xFF00u) - 0x8000u);
   }
+  static AMP_MP_BOTH uint32_t round(float x, uint32_t random) {
+    if constexpr (draws_random<F>) return Split20::round(x, random);
+    return Split24::round(x);
+  }
 };
 
-template <Format F>
-constexpr bool is_grouped = kFormats[int(F)].is(kGrouped);
+// Packed remainders of a tile to whole bytes and back. A loop of its own: bytes in the loop of the
+// update would make its vectors so long that they leave the registers.
+AMP_MP_BOTH void unpack(const TwoNibbles* __restrict from, Half* __restrict to, int pairs) {
+  for (int i = 0; i < pairs; ++i) {
+    const uint32_t two = from[i].bits;
+    to[i] = uint16_t((two << 4 & 0xF0u) | (two << 8 & 0xF000u));
+  }
+}
+AMP_MP_BOTH void pack(const Half* __restrict from, TwoNibbles* __restrict to, int pairs) {
+  for (int i = 0; i < pairs; ++i) {
+    const uint32_t two = from[i];
+    to[i] = {uint8_t((two >> 4 & 0xFu) | (two >> 8 & 0xF0u))};
+  }
+}
 
 template <Format F>
 struct StatePairs {};  // of a state that the rule does not have
@@ -109,10 +132,12 @@ AMP_MP_BOTH void close_pairs(const Array& array, int64_t at, Halves& halves, con
     encode_halves<GroupOf<typename Elements<F>::Data>>(halves, array, at, random, n);
 }
 
-template <class Rule, class S0, class S1>
+// `random`, `weight_random`: a byte for each element; the second is for masters that draw.
+template <class Rule, Format W, class S0, class S1>
 AMP_MP_BOTH void update_all_pairs(const Rule rule, float multiplier, const GradPairs g,
-                                  const MasterPairs w, const S0 s0, const S1 s1,
-                                  const Half* __restrict random, int pairs) {
+                                  const MasterPairs<W> w, const S0 s0, const S1 s1,
+                                  const Half* __restrict random,
+                                  const Half* __restrict weight_random, int pairs) {
   for (int i = 0; i < pairs; ++i) {
     const TwoNoises noise(random[i]);
     const Two d = g.get(i);
@@ -127,17 +152,19 @@ AMP_MP_BOTH void update_all_pairs(const Rule rule, float multiplier, const GradP
       s1.put(i, b, noise);
     }
     s0.put(i, a, noise);
-    w.put(i, x);
+    w.put(i, x, draws_random<W> ? weight_random[i] : 0);
   }
 }
 
 // The same, in two loops, as `update` in apply.h.
-template <class Rule, class S0, class S1>
+template <class Rule, Format W, class S0, class S1>
 AMP_MP_BOTH void update_pairs(const Rule rule, float multiplier, const GradPairs g,
-                              const MasterPairs w, const S0 s0, const S1 s1,
-                              const Half* __restrict random, int pairs) {
-  if (is_cautious(rule)) return update_all_pairs(rule, multiplier, g, w, s0, s1, random, pairs);
-  update_all_pairs(incautious(rule), multiplier, g, w, s0, s1, random, pairs);
+                              const MasterPairs<W> w, const S0 s0, const S1 s1,
+                              const Half* __restrict random, const Half* __restrict weight_random,
+                              int pairs) {
+  if (is_cautious(rule))
+    return update_all_pairs(rule, multiplier, g, w, s0, s1, random, weight_random, pairs);
+  update_all_pairs(incautious(rule), multiplier, g, w, s0, s1, random, weight_random, pairs);
 }
 
 }  // namespace

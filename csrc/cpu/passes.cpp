@@ -60,7 +60,7 @@ void prefetch(const Slot& slot) {
   };
   const auto array = [&](const Array& a) {
     lines(a.data, width_of(a.format));
-    lines(a.second, second_width_of(a.format));
+    lines(a.second, is_packed(a.format) ? 1 : second_width_of(a.format));
   };
   array(slot.grad);
   array(slot.master);

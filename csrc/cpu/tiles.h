@@ -77,6 +77,30 @@ AMP_MP_BOTH void split_tile(const float* __restrict from, float16* high,
   for (int i = 0; i < n; ++i) remainder[i] = remainder_of_float16<Split>(x[i], weight[i]);
 }
 
+// Two neighbours at a time; n is even.
+template <>
+AMP_MP_BOTH void join_tile<Split20>(const bfloat16* __restrict high,
+                                    const TwoNibbles* __restrict nibbles, float* __restrict to,
+                                    int n) {
+  for (int i = 0; i < n / 2; ++i) {
+    const uint32_t two = nibbles[i].bits;
+    to[2 * i] = Split20::join(uint32_t(high[2 * i].bits) << 16, two & 15u);
+    to[2 * i + 1] = Split20::join(uint32_t(high[2 * i + 1].bits) << 16, two >> 4);
+  }
+}
+
+AMP_MP_BOTH void split_tile(const float* __restrict from, bfloat16* __restrict high,
+                            TwoNibbles* __restrict nibbles, const uint8_t* __restrict random,
+                            int n) {
+  for (int i = 0; i < n / 2; ++i) {
+    const uint32_t even = Split20::round(from[2 * i], random[2 * i]),
+                   odd = Split20::round(from[2 * i + 1], random[2 * i + 1]);
+    high[2 * i] = {uint16_t((even + 0x8000u) >> 16)};
+    high[2 * i + 1] = {uint16_t((odd + 0x8000u) >> 16)};
+    nibbles[i] = {uint8_t(Split20::nibble_of(even) | Split20::nibble_of(odd) << 4)};
+  }
+}
+
 // A whole master beside a float16 weight.
 template <>
 AMP_MP_BOTH void join_tile<WholeMaster>(const float16* high, const float* __restrict master,

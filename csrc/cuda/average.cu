@@ -10,7 +10,8 @@ using AverageTable = TransferTable<>;
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 4;  // per multiprocessor
-constexpr FormatSet kFormatsHere = kMasterFormats & ~kRandomFormats;
+constexpr FormatSet kWritten = kMasterFormats & ~kRandomFormats,
+                    kRead = kWritten | (kMasterFormats & kSplitFormats);
 
 __global__ void __launch_bounds__(kThreads, kBlocks)
     average_kernel(const AverageTable __grid_constant__ table, const Averaging averaging) {
@@ -22,7 +23,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     const int n = chunk.size - i;
     const bool whole = wide && has_eight(n);
     const int64_t at = chunk.begin + i;
-    Held<kFormatsHere> held_average, held_x;
+    Held<kWritten> held_average;
+    Held<kRead> held_x;
     held_average.read(to, at, n, whole);
     held_x.read(from, at, n, whole);
     float average[kPack] = {}, x[kPack] = {};
@@ -32,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       for (int k = 0; k < kPack; ++k)
         average[k] = average_of_float16(average[k], int16_t(held_average.second.half(k)));
     for (int k = 0; k < kPack; ++k) average[k] = averaging(average[k], x[k]);
-    store_history<kFormatsHere>(to, average, at, n, whole);
+    store_history<kWritten>(to, average, at, n, whole);
   }
 }
 

@@ -33,8 +33,11 @@ struct Held {
 
   __device__ __forceinline__ void read(const Array& from, int64_t at, int n, bool whole) {
     data = cuda::read<kNarrow>(from.data, at, width_of(from.format), n, whole);
-    if constexpr (kSplits)
+    if constexpr (kSplits) {
       second = cuda::read<true>(from.second, at, second_width_of(from.format), n, whole);
+      if (matches<F::bfloat16_split20>(from.format))
+        second.word[0] = read_nibbles(from.second, at, n, whole);
+    }
     with_group(from.format, [&]<class Group>(Group) {
       const auto* scales = static_cast<const typename Group::Scale*>(from.second);
       if (n > 0) data.word[kScale] = raw_of(scales[uint64_t(at) / kGroup]);
@@ -64,6 +67,10 @@ struct Held {
       return each([&](int k) { return Split32::join(b(k), low(k)); });
     if (matches<F::bfloat16_split24>(f))
       return each([&](int k) { return Split24::join(b(k), byte(k)); });
+    if (matches<F::bfloat16_split20>(f))
+      return each([&](int k) {
+        return Split20::join(uint32_t(b(k).bits) << 16, second.word[0] >> (4 * k) & 15u);
+      });
     if (matches<F::float16_split32>(f))
       return each([&](int k) { return join_float16<Split32>(h(k), low(k)); });
     if (matches<F::float16_split24>(f))
@@ -130,6 +137,7 @@ struct Held {
     }
     if (matches<F::bfloat16_split32>(f)) return split_bfloat16<Split32>(x);
     if (matches<F::bfloat16_split24>(f)) return split_bfloat16<Split24>(x);
+    if (matches<F::bfloat16_split20>(f)) return split_in_nibbles(x, random);
     if (matches<F::float16_split32>(f)) return split_float16<Split32>(x);
     if (matches<F::float16_split24>(f)) return split_float16<Split24>(x);
     with_group(f, [&](auto group) { encode_group(group, x, n, random); });
@@ -137,7 +145,11 @@ struct Held {
 
   __device__ __forceinline__ void write(const Array& to, int64_t at, int n, bool whole) const {
     cuda::write(to.data, data, at, width_of(to.format), n, whole);
-    if constexpr (kSplits) cuda::write(to.second, second, at, second_width_of(to.format), n, whole);
+    if constexpr (kSplits) {
+      cuda::write(to.second, second, at, second_width_of(to.format), n, whole);
+      if (matches<F::bfloat16_split20>(to.format))
+        write_nibbles(to.second, second.word[0], at, n, whole);
+    }
     with_group(to.format, [&]<class Group>(Group) {
       typename Group::Scale raw;
       memcpy(&raw, &data.word[kScale], sizeof raw);
@@ -177,6 +189,17 @@ struct Held {
     } else {
       second.set_bytes_1(whole);
     }
+  }
+
+  __device__ __forceinline__ void split_in_nibbles(const float (&x)[kPack], uint64_t random) {
+    uint32_t upper[kPack], nibbles = 0;
+    for (int k = 0; k < kPack; ++k) {
+      const uint32_t u = Split20::round(x[k], uint32_t(random >> (8 * k)) & 0xFFu);
+      upper[k] = u + 0x8000u;
+      nibbles |= Split20::nibble_of(u) << (4 * k);
+    }
+    data.set_upper(upper);
+    second.word[0] = nibbles;
   }
 
   template <class Split>

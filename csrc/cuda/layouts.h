@@ -91,7 +91,8 @@ struct PresetsOfMoments {
       LayoutList<layout_of(Format::float32), layout_of(Format::bfloat16_split32),
                  layout_of(Format::bfloat16_split24, Format::bfloat16_stochastic, Format::ue8m8),
                  layout_of(Format::bfloat16_split24, Format::m8, Format::ue8m8),
-                 layout_of(Format::bfloat16_split24, Format::m8, Format::log8)>;
+                 layout_of(Format::bfloat16_split24, Format::m8, Format::log8),
+                 layout_of(Format::bfloat16_split20, Format::m8, Format::log8)>;
 };
 template <>
 struct LayoutsOf<Adam> : PresetsOfMoments {};

@@ -190,6 +190,27 @@ __device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, i
   return p;
 }
 
+// A thread's eight elements of half a byte, as a word; `at` and n are even.
+__device__ __forceinline__ uint32_t read_nibbles(const void* data, int64_t at, int n, bool whole) {
+  const uint8_t* from = static_cast<const uint8_t*>(data) + at / kPacked;
+  if (whole) return *reinterpret_cast<const uint32_t*>(from);
+  uint32_t word = 0;
+  for (int k = 0; k < kPack / kPacked; ++k)
+    if (kPacked * k < n) word |= uint32_t(from[k]) << (8 * k);
+  return word;
+}
+
+__device__ __forceinline__ void write_nibbles(void* data, uint32_t word, int64_t at, int n,
+                                              bool whole) {
+  uint8_t* to = static_cast<uint8_t*>(data) + at / kPacked;
+  if (whole) {
+    *reinterpret_cast<uint32_t*>(to) = word;
+    return;
+  }
+  for (int k = 0; k < kPack / kPacked; ++k)
+    if (kPacked * k < n) to[k] = uint8_t(word >> (8 * k));
+}
+
 __device__ __forceinline__ void write(void* data, const Pack8& p, int64_t at, int width, int n,
                                       bool whole) {
   char* to = static_cast<char*>(data) + at * width;

@@ -10,7 +10,7 @@ template <class Rule, int K>
 constexpr FormatSet kFormatsOfState =
     has_direction<Rule> && K == state_count<Rule> - 1 ? just(Format::bfloat16)
     : is_square<Rule, K>                              ? kSquareFormats
-    : Rule::kKept.of[K].kind == Kind::moment          ? formats_with(kForMoment)
+    : is_moment(Rule::kKept.of[K].kind)               ? formats_with(kForMoment)
                                                       : just(Format::float32);
 
 // Whether the kernels are compiled for the formats of a slot's states.

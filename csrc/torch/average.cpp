@@ -6,6 +6,7 @@
 #include "torch/device.h"
 #include "torch/ops.h"
 #include "torch/python/unpack.h"
+#include "torch/weights/master_tensors.h"
 
 namespace amp_mp {
 namespace {
@@ -58,8 +59,11 @@ void average_(const Tensors& to, const Tensors& to_masters, const Tensors& from,
     at::Tensor master = from_masters[i];
     if (master.defined()) {
       check_plain(master, master_label);
-      check_same_sizes(master, from[i], master_label, label);
-      master = laid_out_as(to[i], master, kept);
+      TORCH_CHECK_VALUE(is_of_size(master, from[i]), "amp_mp: ", master_label.text(), " has shape ",
+                        master.sizes(), ", but ", label.text(), " has shape ", from[i].sizes());
+      if (is_packed(master) && !same_layout(to[i], from[i]))
+        master = unpacked(master.contiguous(), from[i].sizes());
+      if (!is_packed(master)) master = laid_out_as(to[i], master, kept);
     }
     transfers.push_back({to[i].numel(),
                          stored(to[i], to_masters[i], to_label, to_master_label),

@@ -83,6 +83,8 @@ constexpr at::ScalarType kSecondDtype = c10::CppTypeToScalarType<Second>::value;
 template <>
 constexpr at::ScalarType kSecondDtype<NoSecond> = at::ScalarType::Undefined;
 template <>
+constexpr at::ScalarType kSecondDtype<TwoNibbles> = at::kByte;
+template <>
 constexpr at::ScalarType kSecondDtype<bfloat16> = at::kBFloat16;
 template <>
 constexpr at::ScalarType kSecondDtype<float16> = at::kHalf;

@@ -21,7 +21,7 @@ py::dict format_entry(Format format) {
   entry["dtype"] = py::cast(dtype_of(format));
   entry["second_width"] = info.second_width;
   entry["second_dtype"] = info.second_width > 0 ? py::cast(second_dtype_of(format)) : py::none();
-  entry["group"] = info.is(kGrouped) ? kGroup : 1;
+  entry["group"] = info.group;
   entry["stochastic"] = info.is(kRandom);
   entry["split"] = info.is(kSplit);
   entry["kinds"] = py::tuple(kinds);

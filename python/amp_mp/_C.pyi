@@ -182,8 +182,9 @@ Rules = Sequence[Rule]
 def kinds_of(rules: Rules) -> dict[str, str]:
     """By name, what each state that any of the rules has may be stored as.
 
-    "moment" is an average of gradients, "square" an average or sum of squares, "exact" is float32
-    always, "row" is float32, one number for each row of the parameter's matrices.
+    "moment" is an average of gradients, "matrix_moment" one of which updates of whole matrices are
+    made, "square" an average or sum of squares, "exact" is float32 always, "row" is float32, one
+    number for each row of the parameter's matrices.
     """
 
 def allowed_numbers() -> dict[str, str]:
@@ -304,11 +305,11 @@ def update_scale_(
 def check_weights(weights: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raises, as a step does, where a weight cannot be written or two of them share memory."""
 
-def has_groups(param: Tensor) -> bool:
-    """Whether groups of 32 fit into a parameter's rows: csrc/torch/state/arrays.h."""
+def has_groups(format: str, param: Tensor) -> bool:
+    """Whether a format's groups fit into a parameter's rows: csrc/torch/state/arrays.h."""
 
-def scale_shape(param: Tensor, part: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The shape of the groups' scales beside a parameter, or of those of a shard of shape part."""
+def second_shape(format: str, param: Tensor, part: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The shape of a format's second array beside a parameter, or beside a shard of shape part."""
 
 def copy_as(value: Tensor, dtype: torch.dtype | None, local: Tensor) -> Tensor:
     """A copy of a plain tensor in a dtype, by default its own, in the layout and device of `local`.
@@ -394,6 +395,13 @@ def masters_beside(params: Sequence[Tensor], stepping: Sequence[bool]) -> list[T
 
 def master_values(weight: Tensor, entries: dict[str, Any]) -> Tensor | None:
     """The float32 values of a weight and the master in a file's state; None for none there."""
+
+def master_part(entry: str, value: Tensor, param: Tensor) -> tuple[str, Tensor]:
+    """This process's part of a file's master: a new tensor, and the entry that it belongs under.
+
+    Packed remainders that do not fit the parameter's part become those of split24. All processes
+    must call it in turn.
+    """
 
 def take_entries(params: list[Tensor], states: list[Any]) -> None:
     """Makes what the states have under masters' names the weights' masters; None without state.

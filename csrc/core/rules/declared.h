@@ -8,9 +8,11 @@ namespace amp_mp {
 
 constexpr int kMaxStates = 3;
 
-// What a state holds, and so how it may be stored: an average of gradients; an average or sum of
-// squares; anything else, which is float32 always.
-enum class Kind : uint8_t { moment, square, exact };
+// What a state holds, and so how it may be stored: an average of gradients; one of which updates of
+// whole matrices are made; an average or sum of squares; anything else, which is float32 always.
+enum class Kind : uint8_t { moment, matrix_moment, square, exact };
+
+constexpr bool is_moment(Kind kind) { return kind == Kind::moment || kind == Kind::matrix_moment; }
 
 // A tensor of the parameter's shape.
 struct RuleState {

@@ -15,7 +15,7 @@ struct MuonStep {
 
 // The first half: the momentum, and the direction that others make orthogonal.
 struct MuonMomentum {
-  static constexpr States kKept = {{"momentum_buffer", Kind::moment}};
+  static constexpr States kKept = {{"momentum_buffer", Kind::matrix_moment}};
   static constexpr Numbers kNumbers = {"lr", "momentum", "nesterov"};
   float momentum, gain;  // gain: 1 - momentum
   bool nesterov;

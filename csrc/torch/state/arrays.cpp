@@ -22,17 +22,16 @@ Array memory_of(const ArrayTensors& tensors) {
   const FormatInfo& info = kFormats[int(format)];
   TORCH_CHECK_VALUE(data.element_size() == info.width, "amp_mp: ", "data (", describe(data),
                     ") must be contiguous, ", info.width, " bytes an element");
-  const bool groups = info.is(kGrouped), two = info.second_width > 0;
+  const bool two = info.second_width > 0;
   TORCH_CHECK_VALUE(second.defined() == two, "amp_mp: format ", info.name,
                     two ? " has two arrays" : " has one array", ", ", two ? "one" : "two",
                     " given");
   if (!two) return {data.mutable_data_ptr(), format};
   check_writable(second, {"second"});
   check_device(second, data.device(), {"second"});
-  const int64_t count = groups ? data.numel() / kGroup : data.numel();
-  TORCH_CHECK_VALUE(!groups || data.numel() % kGroup == 0, "amp_mp: ", info.name,
-                    " stores groups of ", kGroup, "; data (", describe(data),
-                    ") has another number of elements");
+  const int64_t count = data.numel() / info.group;
+  TORCH_CHECK_VALUE(data.numel() % info.group == 0, "amp_mp: ", info.name, " stores groups of ",
+                    info.group, "; data (", describe(data), ") has another number of elements");
   TORCH_CHECK_VALUE(second.numel() == count && second.element_size() == info.second_width,
                     "amp_mp: second (", describe(second), ") must have ", count, " elements of ",
                     info.second_width, " bytes for data of ", data.numel());
@@ -53,13 +52,17 @@ int64_t count_of(at::IntArrayRef sizes) {
 
 // The format that replaces a format of groups if groups do not fit.
 Format without_groups(Format format) {
+  if (is_packed(format)) return Format::bfloat16_split24;
   return kFormats[int(format)].is(kForMoment) ? Format::bfloat16 : Format::ue8m8;
 }
 
 }  // namespace
 
-bool has_groups(py::handle param) {
-  std::vector<int64_t> strides = local_of(param).strides().vec();
+bool has_groups(Format format, py::handle param) {
+  const int64_t group = kFormats[int(format)].group;
+  const at::Tensor local = local_of(param);
+  if (is_packed(format) && !local.is_contiguous()) return false;
+  std::vector<int64_t> strides = local.strides().vec();
   const at::Tensor& whole = tensor_of(param);  // a DTensor's sizes are the whole tensor's
   const at::IntArrayRef sizes = whole.sizes();
   if (is_dtensor(param)) {
@@ -68,8 +71,8 @@ bool has_groups(py::handle param) {
     if (std::any_of(counts.begin(), counts.end(), cuts)) {  // shards are row-major
       for (size_t d = 0; d < sizes.size(); ++d) strides[d] = count_of(sizes.slice(d + 1));
       const bool between_rows =
-          std::none_of(counts.begin() + 1, counts.end(), cuts) && strides[0] % kGroup == 0;
-      if (!between_rows && sizes.back() % (kGroup * counts.back()) != 0) return false;
+          std::none_of(counts.begin() + 1, counts.end(), cuts) && strides[0] % group == 0;
+      if (!between_rows && sizes.back() % (group * counts.back()) != 0) return false;
     }
   }
   int64_t dims = 0, longest = 0;
@@ -78,30 +81,35 @@ bool has_groups(py::handle param) {
     ++dims;
     longest = std::max(longest, strides[d]);
   }
-  return dims > 1 && whole.numel() > 0 && longest % kGroup == 0;
+  return dims > 1 && whole.numel() > 0 && longest % group == 0;
 }
 
-std::vector<int64_t> scale_shape(py::handle param,
-                                 const std::optional<std::vector<int64_t>>& part) {
+std::vector<int64_t> second_shape(Format format, py::handle param,
+                                  const std::optional<std::vector<int64_t>>& part) {
   const at::Tensor local = local_of(param);
   const at::IntArrayRef sizes = tensor_of(param).sizes();
-  std::vector<int64_t> shape = part.value_or(sizes.vec());
+  const std::vector<int64_t> shape = part.value_or(sizes.vec());
   TORCH_CHECK_VALUE(shape.size() == sizes.size(), "amp_mp: part (", shape, ") must have ",
                     sizes.size(), " dimensions, as the parameter has");
-  if (count_of(sizes) >= kGroup && local.is_contiguous()) {
+  return grouped_shape(sizes, shape, kFormats[int(format)].group, local.is_contiguous());
+}
+
+std::vector<int64_t> grouped_shape(at::IntArrayRef sizes, std::vector<int64_t> part, int64_t group,
+                                   bool row_major) {
+  if (count_of(sizes) >= group && row_major) {
     const int64_t row = count_of(sizes.slice(1));
-    if (sizes.back() % kGroup == 0) {
-      shape.back() /= kGroup;
-      return shape;
+    if (sizes.back() % group == 0) {
+      part.back() /= group;
+      return part;
     }
-    if (row % kGroup == 0) return {shape[0], row / kGroup};
+    if (row % group == 0) return {part[0], row / group};
   }
-  return {count_of(shape) / kGroup};
+  return {count_of(part) / group};
 }
 
 Format format_beside(Format declared, py::handle param) {
-  const bool grouped = kFormats[int(declared)].is(kGrouped);
-  return grouped && !has_groups(param) ? without_groups(declared) : declared;
+  const bool fits = kFormats[int(declared)].group == 1 || has_groups(declared, param);
+  return fits ? declared : without_groups(declared);
 }
 
 Format native(Format format) {
@@ -115,6 +123,11 @@ Origin origin_of(py::handle dtensor) {
 
 Origin origin_for(py::handle param, Format format) {
   return is_stochastic(format) && is_dtensor(param) ? origin_of(param) : Origin{};
+}
+
+at::Tensor part_of(py::handle value, py::handle param) {
+  if (is_plain(value) && !is_dtensor(param)) return tensor_of(value);
+  return package().part(value, param);
 }
 
 at::Tensor placed(const at::Tensor& value, const at::Tensor& param) {
@@ -156,7 +169,8 @@ void store_values(const at::Tensor& values, const ArrayTensors& to, uint64_t see
   const Array stored = memory_of(to);
   TORCH_CHECK_VALUE(x.numel() == to.data.numel(), "amp_mp: x (", describe(x),
                     ") must be contiguous and have as many elements as data");
-  const RandomStream random = random_stream(seed, double(step), uint32_t(tensor_index), false);
+  const RandomStream random =
+      random_stream(seed, double(step), uint32_t(tensor_index), is_split(to.format));
   transfer({x.numel(), stored, array_of(x, {"x"}), saturates(to.format), random, origin},
            x.device());
   bump_version(to.data);
@@ -169,8 +183,8 @@ ArrayTensors new_arrays(Format format, py::handle param) {
   const at::Tensor data = at::zeros_like(local, local.options().dtype(dtype_of(format)));
   if (info.second_width == 0) return {data, format, {}};
   const auto options = local.options().dtype(second_dtype_of(format));
-  if (!info.is(kGrouped)) return {data, format, at::zeros_like(local, options)};
-  return {data, format, at::zeros(scale_shape(param, local.sizes().vec()), options)};
+  if (info.group == 1) return {data, format, at::zeros_like(local, options)};
+  return {data, format, at::zeros(second_shape(format, param, local.sizes().vec()), options)};
 }
 
 ArrayTensors encoded(const at::Tensor& values, Format format, py::handle param, uint64_t seed,
@@ -199,7 +213,7 @@ ArrayTensors converted(py::handle param, Format declared, const ArrayTensors& gi
   }
   if (!scales.defined()) return {own, wanted, {}};
   const at::Tensor moved = scales.detach().to(local.device(), scales.scalar_type(), false, true);
-  return {own, wanted, moved.reshape(scale_shape(param, local.sizes().vec()))};
+  return {own, wanted, moved.reshape(second_shape(wanted, param, local.sizes().vec()))};
 }
 
 }  // namespace amp_mp

@@ -11,19 +11,26 @@
 
 namespace amp_mp {
 
-// Whether groups fit into a parameter's rows in memory. A group must not reach from one row into
-// the next, whose gradients have another size. A tensor of one dimension (a bias, a norm's weight)
-// has no rows: its neighbours are unrelated. For a DTensor the whole tensor's rows count, so that
-// all processes agree, and it must be cut between groups.
-bool has_groups(py::handle param);
+// The format of masters whose remainders are packed, two in a byte.
+constexpr Format kPackedMaster = Format::bfloat16_split20;
 
-// The shape of the groups' scales, which can be split over processes as the parameter is; flat if
-// groups lie neither along the last dimension nor within the rows of the first. `part`: a shard's
-// shape, for the shape of its scales.
-std::vector<int64_t> scale_shape(py::handle param,
-                                 const std::optional<std::vector<int64_t>>& part = {});
+// Whether a format's groups fit into a parameter's rows in memory. A group must not reach from one
+// row into the next, whose gradients have another size. A tensor of one dimension (a bias, a norm's
+// weight) has no rows: its neighbours are unrelated. For a DTensor the whole tensor's rows count,
+// so that all processes agree, and it must be cut between groups. Packed remainders need a
+// row-major weight besides, because no other tensor of its shape says how they lie.
+bool has_groups(Format format, py::handle param);
 
-// The format in which a state of the declared format is stored for this parameter.
+// The shape of the second array of a format of groups, which can be split over processes as the
+// parameter is; flat if groups lie neither along the last dimension nor within the rows of the
+// first. `part`: a shard's shape, for the shape of its array.
+std::vector<int64_t> second_shape(Format format, py::handle param,
+                                  const std::optional<std::vector<int64_t>>& part = {});
+// The same of a part of a row-major tensor, or not, of these sizes.
+std::vector<int64_t> grouped_shape(at::IntArrayRef sizes, std::vector<int64_t> part, int64_t group,
+                                   bool row_major);
+
+// The format in which a state or master of the declared format is stored for this parameter.
 Format format_beside(Format declared, py::handle param);
 
 // The kernels' form of a state's format: bfloat16 states are always rounded stochastically.
@@ -32,6 +39,9 @@ Format native(Format format);
 // Where a DTensor's shard begins. origin_for: zeros if the format draws no random bits.
 Origin origin_of(py::handle dtensor);
 Origin origin_for(py::handle param, Format format);
+
+// This process's part of a tensor that is split as the parameter is, or could be.
+at::Tensor part_of(py::handle value, py::handle param);
 
 // The value where its parameter is: itself, or a copy of the parameter's layout and device.
 at::Tensor placed(const at::Tensor& value, const at::Tensor& param);

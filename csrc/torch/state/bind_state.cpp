@@ -21,13 +21,19 @@ void bind_arrays(py::module_& m) {
   m.def("is_on_host", &is_on_host, py::arg("tensor"));
   m.def("copies_on_host", &copies_on_host, py::arg("tensors"),
         py::call_guard<py::gil_scoped_release>());
-  m.def("has_groups", &has_groups, py::arg("param"));
   m.def(
-      "scale_shape",
-      [](const py::object& param, const std::optional<std::vector<int64_t>>& part) {
-        return py::tuple(py::cast(scale_shape(param, part)));
+      "has_groups",
+      [](const std::string& format, const py::object& param) {
+        return has_groups(format_named(format), param);
       },
-      py::arg("param"), py::arg("part") = py::none());
+      py::arg("format"), py::arg("param"));
+  m.def(
+      "second_shape",
+      [](const std::string& format, const py::object& param,
+         const std::optional<std::vector<int64_t>>& part) {
+        return py::tuple(py::cast(second_shape(format_named(format), param, part)));
+      },
+      py::arg("format"), py::arg("param"), py::arg("part") = py::none());
   m.def(
       "copy_as",
       [](const at::Tensor& value, std::optional<at::ScalarType> dtype, const at::Tensor& local) {

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/where.h>
 #include <c10/core/InferenceMode.h>
 
 #include <unordered_map>
@@ -10,6 +9,7 @@
 #include "torch/bind.h"
 #include "torch/device.h"
 #include "torch/ops.h"
+#include "torch/weights/master_tensors.h"
 
 namespace amp_mp {
 namespace {
@@ -133,7 +133,7 @@ void EditBlock::store(const Edit& edit) const {
   used_on_current_stream(values);
   const auto put = [&](const at::Tensor& to, const at::Tensor& made) {
     at::Tensor uncounted = to.variable_data();
-    at::where_out(uncounted, changed, made, uncounted);
+    uncounted.copy_(chosen(changed, made, uncounted));
     if (written) bump_version(to);
   };
   WeightRecord edited;
@@ -146,8 +146,10 @@ void EditBlock::store(const Edit& edit) const {
     edited = weight_at(edit.member.param);
     const at::Tensor master =
         edited->master_for(edit.member.tensors(), edit.master->dtype, /*stepping=*/true);
-    const at::Tensor rounded = at::empty_like(weight), made = at::empty_like(master);
-    store_values(values, *master_in(rounded, made));
+    const at::Tensor rounded = at::empty_like(weight);
+    const ArrayTensors written_values = {placed(values, weight), Format::float32, {}};
+    const at::Tensor made =
+        made_beside(written_values, rounded, master.scalar_type(), /*writes=*/true);
     put(weight, rounded);
     put(master, made);
   }

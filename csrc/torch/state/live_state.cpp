@@ -33,7 +33,7 @@ void store(const KeptState& kept, const Member& member, const ArrayTensors& arra
   set_item(member.state, stored.entry, like(arrays.data, member.param));
   if (arrays.second.defined())
     set_item(member.state, stored.scales,
-             like(arrays.second, member.param, scale_shape(member.param)));
+             like(arrays.second, member.param, second_shape(arrays.format, member.param)));
 }
 
 // Makes the numbers for the rows of a parameter's matrices; every row must be whole on its process.
@@ -117,7 +117,7 @@ size_t lacking(const Member& member) {
     add(in_state(stored.scales), second_dtype_of(stored.format), local.numel() / kGroup);
   }
   if (const MasterEntry* const entry = wanted_master(member))
-    add(master_of(member.param), entry->dtype, local.numel());
+    add(master_of(member.param), entry->dtype, local.numel() / (is_packed(*entry) ? kPacked : 1));
   return bytes;
 }
 
@@ -156,9 +156,7 @@ void follow(const Member& member) {
 
 const MasterEntry* wanted_master(const Member& member) {
   static PyObject* const master = PyUnicode_InternFromString("master");
-  const auto format = py::cast<std::string>(number_of(member.group, master));
-  const at::ScalarType dtype = member.local.scalar_type();
-  return is_low(dtype) ? master_entry(format, dtype) : nullptr;
+  return master_entry(py::cast<std::string>(number_of(member.group, master)), member.param);
 }
 
 WeightRecord init_state(const Member& member, bool stepping) {

@@ -21,9 +21,11 @@ bool is_held(const KeptState& kept, py::handle state);
 bool has_shape_of(at::IntArrayRef sizes, at::IntArrayRef param, bool of_rows);
 
 // Raises unless a step can update each of the parameters; ValueError for state of another shape or
-// placement, in two entries, or lost after steps.
+// placement, in two entries, or lost after steps, and for a parameter whose dtype has no masters in
+// the group's format.
 void check_members(const std::vector<Member>& members);
-// TypeError, by name, for a parameter of a new param_group that no step can update.
+// TypeError, by name, for a parameter of a new param_group that no step can update; ValueError as
+// above.
 void refuse_params(py::handle group, int64_t number);
 
 // Converts the state to the parameter's present dtype, layout and device, and to the formats and

@@ -7,6 +7,7 @@
 
 #include "torch/muon/row_norms.h"
 #include "torch/state/live_state.h"
+#include "torch/weights/master_tensors.h"
 
 namespace amp_mp {
 
@@ -27,14 +28,13 @@ void check_state(const Member& member) {
   const RuleLayout& layout = *member.layout;
   const py::object& state = member.state;
   if (PyDict_Size(state.ptr()) == 0) return;
-  const auto check = [&](const py::object& entry, bool of_rows) {
+  const auto check = [&](const py::object& entry, const auto& has_its_shape) {
     const py::handle held = item_of(state, entry);
     if (!is_tensor(held)) return;
     const at::Tensor &t = tensor_of(held), &param = tensor_of(member.param);
     TORCH_CHECK_VALUE(
-        has_shape_of(t.sizes(), param.sizes(), of_rows), member.label, " has shape ",
-        shape_text(param.sizes()), ", but its ", text_of(entry), " has shape ",
-        shape_text(t.sizes()),
+        has_its_shape(t, param), member.label, " has shape ", shape_text(param.sizes()),
+        ", but its ", text_of(entry), " has shape ", shape_text(t.sizes()),
         ": a parameter of another shape starts from the beginning; drop its state with "
         "`del optimizer.state[param]`");
     const bool plain = !member.is_dtensor && is_plain(held);
@@ -47,7 +47,7 @@ void check_state(const Member& member) {
     const py::handle held = item_of(state, master.entry);
     const bool is_earlier = is_tensor(held) && local_of(held).numel() == 0;
     if (is_earlier) continue;  // it is empty: weights/weight.h
-    check(master.entry, false);
+    check(master.entry, is_of_size);
     if (is_tensor(held))
       check_plain(local_of(held), {"the master", member.tensor_index, &member.label});
   }
@@ -60,7 +60,9 @@ void check_state(const Member& member) {
                         " twice, as ", repr_of(first), " and as ", repr_of(stored.entry),
                         "; remove one of them");
       first = stored.entry;
-      check(stored.entry, kept.of_rows);
+      check(stored.entry, [&](const at::Tensor& t, const at::Tensor& param) {
+        return has_shape_of(t.sizes(), param.sizes(), kept.of_rows);
+      });
     }
     if (!first && !kept.late) missing.push_back(repr_of(kept.name));
   }
@@ -105,6 +107,17 @@ std::array<double, 4> clock_numbers(const Member& member) {
           own ? number_in(own) : layout.own_start};
 }
 
+// ValueError for a parameter of a dtype beside which no master is stored as its group says.
+void refuse_master(py::handle group, const at::Tensor& t, const std::string& label) {
+  static PyObject* const master = PyUnicode_InternFromString("master");
+  const std::string format = text_of(number_of(group, master));
+  TORCH_CHECK_VALUE(
+      !is_low_precision(t) || format == "none" || master_entry(format, t.scalar_type()), label,
+      " is ", text_of(py::cast(t.scalar_type())), ", and master=\"", format,
+      "\" (memory=\"nano\") is for bfloat16 parameters; take master=\"split24\" "
+      "(memory=\"micro\") for it");
+}
+
 // Whether a step can update a parameter, as far as native code knows. any_sharded: whether there
 // are modules of fully_shard, which gather parameters for a while; only Python can tell those.
 bool is_steppable(py::handle param, bool any_sharded) {
@@ -120,6 +133,7 @@ void check_members(const std::vector<Member>& members) {
   for (const Member& member : members) {
     if (!is_steppable(member.param, any_sharded))
       package().refuse_param(member.param, member.label);
+    refuse_master(member.group, member.local, member.label);
     check_state(member);
   }
 }
@@ -133,6 +147,7 @@ void refuse_params(py::handle group, int64_t number) {
     if (!t.requires_grad() && !t.is_meta()) continue;  // a frozen one may have any dtype
     if (!is_steppable(param, any_sharded))
       package().refuse_param(param, param_label(group, number, own));
+    refuse_master(group, t, param_label(group, number, own));
   }
 }
 

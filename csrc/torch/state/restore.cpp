@@ -20,12 +20,6 @@ namespace {
 
 using Holds = SavedEntry::Holds;
 
-// This process's part of a tensor that is split as the parameter is, or could be.
-at::Tensor part_of(py::handle value, py::handle param) {
-  if (is_plain(value) && !is_dtensor(param)) return tensor_of(value);
-  return package().part(value, param);
-}
-
 // An entry of a file's state. entry: what the rules say of it; null if they have none of its name.
 struct Given {
   py::object key, value;
@@ -67,10 +61,11 @@ struct Restoring {
       if (kFormats[int(format)].is(kGrouped))
         bytes += host_bytes(count / kGroup, second_dtype_of(format));
     }
-    const MasterEntry* const master = master_entry(format_at("master"), local.scalar_type());
-    if (!master || !is_low_precision(local)) return;
+    const MasterEntry* const master = master_entry(format_at("master"), param);
+    if (!master) return;
+    const int64_t elements = count / (is_packed(*master) ? kPacked : 1);
     for (const MasterEntry& each : master_entries())
-      if (saved.contains(each.entry)) return void(bytes += host_bytes(count, master->dtype));
+      if (saved.contains(each.entry)) return void(bytes += host_bytes(elements, master->dtype));
   }
 
   // A state of new tensors in the file's order; the master comes last.
@@ -123,7 +118,7 @@ struct Restoring {
     const py::object name = entry_name(entry.state, made.format);
     set(name, made.data);
     if (made.second.defined())
-      set(py::str(text_of(name) + "_scale"), made.second, scale_shape(param));
+      set(py::str(text_of(name) + "_scale"), made.second, second_shape(made.format, param));
   }
 
   // This process's part of a saved state; in float32 if the part cuts groups.
@@ -137,8 +132,8 @@ struct Restoring {
     const Format format = format_named(entry.format);
     const py::object scale = saved[py::str(entry.scale)];
     if (!is_dtensor(param)) return {whole_of(value), format, whole_of(scale)};
-    const std::vector<int64_t> shape = scale_shape(param);
-    const bool fits = has_groups(param);
+    const std::vector<int64_t> shape = second_shape(format, param);
+    const bool fits = has_groups(format, param);
     if (fits && package().is_placed_as(value, param) && package().is_placed_as(scale, param) &&
         tensor_of(scale).sizes() == at::IntArrayRef(shape))
       return {local_of(value), format, local_of(scale)};
@@ -182,16 +177,18 @@ struct Restoring {
 
   // A file of torch has no master: the weight keeps its own.
   void add_master() {
-    if (!is_low_precision(local)) return;
-    const MasterEntry* const wanted = master_entry(format_at("master"), local.scalar_type());
+    const MasterEntry* const wanted = master_entry(format_at("master"), param);
+    if (!wanted) return;
+    const std::vector<int64_t> shape = master_shape(tensor_of(param), wanted->dtype);
     for (const MasterEntry& each : master_entries()) {
       const py::handle value = item_of(saved, each.entry);
-      if (!value || !wanted) continue;
-      const at::Tensor part = copy_as(part_of(value, param), each.dtype, local);
-      if (&each == wanted) return set(each.entry, part);
-      if (each.weight && *each.weight != local.scalar_type()) continue;
+      if (!value) continue;
+      const auto [entry, part] = master_part(each, value, param);
+      if (entry == wanted) return set(entry->entry, part, shape);
+      if (entry->weight && *entry->weight != local.scalar_type()) continue;
       const at::Tensor weight = local.detach();
-      return set(wanted->entry, made_beside(*master_in(weight, part), weight, wanted->dtype));
+      return set(wanted->entry, made_beside(*master_in(weight, part), weight, wanted->dtype),
+                 shape);
     }
   }
 };

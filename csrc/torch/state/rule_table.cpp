@@ -1,6 +1,7 @@
 #include "torch/state/rule_table.h"
 
 #include "torch/bind.h"
+#include "torch/state/arrays.h"
 
 namespace amp_mp {
 namespace {
@@ -59,7 +60,7 @@ HyperNumber hyper_number(const Number& number) {
 
 // By name, what each state of these rules may be stored as.
 py::dict kinds_of(const Layouts& rules) {
-  static constexpr const char* kNames[] = {"moment", "square", "exact"};
+  static constexpr const char* kNames[] = {"moment", "matrix_moment", "square", "exact"};
   py::dict kinds;
   refuse_none(rules);
   for (const Layout& rule : rules)
@@ -119,7 +120,7 @@ py::object entry_name(const std::string& state, Format format) {
 
 bool KeptState::may_be(Format format) const {
   if (of_rows || kind == Kind::exact) return format == Format::float32;
-  return kFormats[int(format)].is(kind == Kind::moment ? kForMoment : kForSquare);
+  return kFormats[int(format)].is(is_moment(kind) ? kForMoment : kForSquare);
 }
 
 const std::vector<MasterEntry>& master_entries() {
@@ -131,8 +132,9 @@ const std::vector<MasterEntry>& master_entries() {
       if (!kFormats[f].is(kSplit) || weight == at::kFloat) continue;
       // Remainders beside weights of the other dtype are other numbers, hence another name.
       const std::string name = kFormats[f].name, dtype = name.substr(0, name.find('_'));
-      const std::string entry = "remainder" + std::to_string(8 * kFormats[f].second_width) +
-                                (weight == at::kBFloat16 ? "" : "_" + dtype);
+      const int bits = 8 * kFormats[f].second_width / kFormats[f].group;
+      const std::string entry =
+          "remainder" + std::to_string(bits) + (weight == at::kBFloat16 ? "" : "_" + dtype);
       found->push_back(
           {interned(entry), name.substr(dtype.size() + 1), weight, second_dtype_of(Format(f))});
     }
@@ -145,6 +147,13 @@ const MasterEntry* master_entry(const std::string& format, at::ScalarType weight
   for (const MasterEntry& each : master_entries())
     if (each.format == format && each.weight.value_or(weight) == weight) return &each;
   return nullptr;
+}
+
+const MasterEntry* master_entry(const std::string& format, py::handle param) {
+  const at::ScalarType weight = local_of(param).scalar_type();
+  const MasterEntry* const entry = is_low(weight) ? master_entry(format, weight) : nullptr;
+  const bool fits = !entry || !is_packed(*entry) || has_groups(kPackedMaster, param);
+  return fits ? entry : master_entry("split24", weight);
 }
 
 std::vector<py::object> RuleLayout::keys() const {

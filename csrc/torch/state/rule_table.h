@@ -55,6 +55,10 @@ struct MasterEntry {
 const std::vector<MasterEntry>& master_entries();
 // One of them; null if the dtype has none of the format, as of "none".
 const MasterEntry* master_entry(const std::string& format, at::ScalarType weight);
+// That of a parameter whose group asks for this format: split24 where split20's pairs do not fit.
+// Null for a float32 parameter, too.
+const MasterEntry* master_entry(const std::string& format, py::handle param);
+inline bool is_packed(const MasterEntry& entry) { return entry.dtype == at::kByte; }
 
 // The entry that holds a state in a format.
 py::object entry_name(const std::string& state, Format format);

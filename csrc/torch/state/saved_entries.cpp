@@ -15,15 +15,17 @@ SavedEntries::SavedEntries(const Layouts& rules) {
   add({"beta_powers", "", "", Holds::unused, {}});  // of amp_mp 0.2: step and betas give them
   const auto coded = [&](Holds holds, const py::object& entry, const std::string& state,
                          const std::string& format, at::ScalarType dtype,
-                         const std::string& scale = "") {
+                         const std::string& scale = "", int64_t group = 1) {
     const bool in_bytes = dtype == at::kShort;
-    add({text_of(entry), state, format, holds, in_bytes ? at::kByte : dtype, in_bytes, scale});
+    add({text_of(entry), state, format, holds, in_bytes ? at::kByte : dtype, in_bytes, scale,
+         group});
   };
   for (const MasterEntry& each : master_entries()) {
     if (each.dtype == at::kFloat)  // plain numbers, of any precision
       add({text_of(each.entry), "master", each.format, Holds::master, {}});
     else
-      coded(Holds::master, each.entry, "master", each.format, each.dtype);
+      coded(Holds::master, each.entry, "master", each.format, each.dtype, "",
+            is_packed(each) ? kPacked : 1);
   }
   for (const Layout& rule : rules)
     for (const KeptState& kept : rule->states) {
@@ -44,7 +46,8 @@ SavedEntries::SavedEntries(const Layouts& rules) {
         const std::string scale = stored.scales.is_none() ? "" : text_of(stored.scales);
         coded(Holds::state, stored.entry, name, format, stored.dtype, scale);
         if (!scale.empty())
-          add({scale, name, format, Holds::scales, second_dtype_of(stored.format)});
+          add({scale, name, format, Holds::scales, second_dtype_of(stored.format), false, "",
+               kFormats[int(stored.format)].group});
       }
     }
 }

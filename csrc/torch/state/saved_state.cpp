@@ -63,15 +63,15 @@ std::string wrong_tensor(const SavedEntries& entries, const SavedEntry* entry,
     if (t.numel() == 1 && !t.is_complex()) return "";
     return "has shape " + shape_text(t.sizes()) + " and dtype " + dtype() + ", must be one number";
   }
-  const bool in_groups = entry->holds == Holds::scales || !entry->scale.empty();
+  const bool in_groups = entry->group > 1 || !entry->scale.empty();
   // The elements of a group are neighbours in memory.
   if (in_groups && !local_of(value).is_non_overlapping_and_dense())
     return "is not dense in memory, as expand() and slices make tensors; save its contiguous()";
   const at::ScalarType kind = t.scalar_type();
   const auto shown = [&] { return text_of(py::cast(*entry->shown)); };
   const bool is_shown = entry->shown.value_or(kind) == kind;
-  if (entry->holds == Holds::scales) {
-    const int64_t count = tensor_of(param).numel() / kGroup;
+  if (entry->group > 1) {
+    const int64_t count = tensor_of(param).numel() / entry->group;
     if (is_shown && t.numel() == count) return "";
     return "has " + std::to_string(t.numel()) + " elements of " + dtype() + ", must have " +
            std::to_string(count) + " of " + shown();

@@ -21,6 +21,7 @@ struct SavedEntry {
   std::optional<at::ScalarType> shown;  // its dtype; none: any floating-point dtype is read
   bool in_bytes = false;   // 16-bit integers are shown as bytes: gloo and NCCL carry none of them
   std::string scale = "";  // the entry of the scales; "" without groups
+  int64_t group = 1;       // how many of the parameter's elements each of its own is for
 
   bool is_of_clock() const { return holds == Holds::step || holds == Holds::own_number; }
 };

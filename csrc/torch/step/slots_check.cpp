@@ -1,5 +1,6 @@
 // The checks of an optimizer's tensors: dtypes, layouts, devices, shared memory.
 #include "torch/step/slots.h"
+#include "torch/weights/master_tensors.h"
 
 namespace amp_mp {
 void Slots::check_gradient(int64_t i, const at::Tensor& grad) const {
@@ -51,9 +52,13 @@ void Slots::check() const {
     check_written(p, param);
     check_format(p, param);
     if (m.defined()) {
-      TORCH_CHECK_VALUE(master_in(p, m), "amp_mp: ", master.text(), " (", describe(m),
-                        ") does not go with ", param.text(), " (", describe(p), ")");
-      check_like_param(m, m.scalar_type(), master);
+      TORCH_CHECK_VALUE(master_in(p, m) && (!is_packed(m) || is_beside(m, p)),
+                        "amp_mp: ", master.text(), " (", describe(m), ") does not go with ",
+                        param.text(), " (", describe(p), ")");
+      if (is_packed(m))
+        check_written(m, master);
+      else
+        check_like_param(m, m.scalar_type(), master);
     }
     for (const ArrayTensors& each : own.states)
       check_like_param(each.data, dtype_of(each.format), state);

@@ -82,6 +82,17 @@ void bind_weights(py::module_& m) {
       },
       py::arg("weight"), py::arg("entries"));
   m.def(
+      "master_part",
+      [](const std::string& entry, const py::object& value, const py::object& param) {
+        for (const MasterEntry& each : master_entries()) {
+          if (text_of(each.entry) != entry) continue;
+          const auto [found, part] = master_part(each, value, param);
+          return std::pair(found->entry, part);
+        }
+        throw py::value_error("amp_mp: \"" + entry + "\" is not a master's entry");
+      },
+      py::arg("entry"), py::arg("value"), py::arg("param"));
+  m.def(
       "take_entries",
       [](const py::list& params, const py::list& states) {
         for (size_t i = 0; i < params.size(); ++i) {

@@ -19,10 +19,13 @@ namespace {
 constexpr int64_t kExceptionBytes = 12;  // an int64 index and a float32 value
 constexpr double kLargestHalf = 65504;
 
-// The sum of a low-precision weight (core/changes.h) in the order of `like`'s memory. The host
-// waits for it.
+// The sum of a low-precision weight (core/changes.h) in the order of the memory of `like`, a
+// master. The host waits for it.
 uint64_t sum_of(const at::Tensor& given, const at::Tensor& like) {
-  const at::Tensor weight = same_layout(given, like) ? given : placed(given, like);
+  const bool is_same = is_packed(like) ? given.is_contiguous() : same_layout(given, like);
+  const at::Tensor weight = is_same           ? given
+                            : is_packed(like) ? given.contiguous()
+                                              : placed(given, like);
   const at::Tensor sum = at::zeros({1}, weight.options().dtype(at::kLong));
   compare({weight.detach()}, {std::nullopt}, {sum}, {weight.scalar_type()});
   return uint64_t(sum.item<int64_t>());
@@ -69,7 +72,7 @@ std::optional<std::pair<at::Tensor, at::Tensor>> exceptions(const at::Tensor& va
 // Reading.
 
 bool Weight::fits(const at::Tensor& weight) const {
-  return master_.defined() && dtype_ == weight.scalar_type() && master_.sizes() == weight.sizes();
+  return master_.defined() && dtype_ == weight.scalar_type() && is_of_size(master_, weight);
 }
 
 bool Weight::is_unwritten(const Param& param) const {
@@ -96,7 +99,7 @@ ArrayTensors Weight::held(const Param& param, bool stepping, bool exactly) const
   if (!unwritten && !written && !goes_with)
     return {weight, weight.scalar_type() == at::kHalf ? Format::float16 : Format::bfloat16, {}};
   used_on_current_stream(master_);
-  const at::Tensor master = placed(master_, weight);
+  const at::Tensor master = placed_master(master_, weight);
   const bool is_stored = exactly && unwritten && stored_;
   if (written || (is_stored && !stored_->indices.defined())) return float32_array(master);
   const ArrayTensors both = *master_in(weight, master);
@@ -163,7 +166,7 @@ bool Weight::store_in_place(const Param& param, const at::Tensor& values, bool e
   at::Tensor found = master_values(own, made);
   const at::Tensor inexact = found.view(at::kInt).ne(values.view(at::kInt));
   if (exactly && inexact.any().item<bool>()) {  // there the weight stays what the value rounds to
-    made = at::where(inexact, made_beside(float32_array(values), weight, dtype), made);
+    made = chosen(inexact, made_beside(float32_array(values), weight, dtype), made);
     own = at::where(inexact, weight, own);
     found = master_values(own, made);
   }
@@ -336,15 +339,14 @@ void take_entry(py::handle object, py::handle state) {
     const WeightRecord record = weight_at(object);
     if (record->shows(given) || record->master().is_same(given)) continue;
     if (given.numel() == 0 && param.local.numel() > 0) continue;
-    TORCH_CHECK_VALUE(given.scalar_type() == each.dtype && given.sizes() == param.local.sizes(),
+    TORCH_CHECK_VALUE(given.scalar_type() == each.dtype && is_of_size(given, param.local),
                       "amp_mp: the master (", describe(given), ") does not go with the weight (",
                       describe(param.local), ")");
     // A tensor that the state alone holds becomes the one that is shown: no script misses it if it
     // becomes empty.
     const bool is_states = is_plain(found) && Py_REFCNT(found.ptr()) == 1;
-    if (is_states && given.device() == param.local.device() && same_layout(given, param.local))
-      return record->set_shown_master(param, given);
-    return record->set_master(param, placed(given, param.local));
+    if (is_states && is_beside(given, param.local)) return record->set_shown_master(param, given);
+    return record->set_master(param, placed_master(given, param.local));
   }
 }
 
@@ -360,7 +362,9 @@ void put_entry(const WeightRecord& record, py::handle object, py::handle state) 
     if (is_tensor(found)) used_on_current_stream(local_of(found));
     drop_item(state, each.entry);
   }
-  if (!name.is_none()) set_item(state, name, like(record->shown(), object));
+  if (name.is_none()) return;
+  const at::Tensor shown = record->shown();
+  set_item(state, name, like(shown, object, master_shape(tensor_of(object), shown.scalar_type())));
 }
 
 }  // namespace amp_mp

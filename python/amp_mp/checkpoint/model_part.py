@@ -15,7 +15,7 @@ from amp_mp.dtypes import LOW_PRECISION, rounded
 from amp_mp.module_names import is_wrapper, plain_name, plain_names
 from amp_mp.optim.base import FusedOptimizer, stepper_of
 from amp_mp.optim.state import kept_masters
-from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, as_bytes
+from amp_mp.optim.state.stored_formats import MASTER_ENTRIES, PACKED, as_bytes
 from amp_mp.param_groups import params_in
 from amp_mp.sharding.shards import like, local_of, locals_of
 from amp_mp.torch_private import EXTRA_STATE, tree_map_only
@@ -103,8 +103,8 @@ def float32_values(reading: Reading) -> dict[str, Tensor]:
         if entry in MASTER_ENTRIES and value is not None
     ]
     masters: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for (name, entry, _), value in zip(read, locals_of([row[2] for row in read]), strict=True):
-        masters[name][entry] = _C.copy_as(value, MASTER_ENTRIES[entry], weights[name])
+    for name, entry, value in read:
+        masters[name].update([_C.master_part(entry, value, reading.weights[name])])
     found = {}
     for name, weight in weights.items():
         own, low = masters[name], weight.dtype in LOW_PRECISION
@@ -160,7 +160,9 @@ def masters(model: nn.Module) -> dict[str, dict[str, Tensor]]:
             # weights, it is the number that rounds to this one.
             found[name] = {"master": _C.float32_master(param)}
         else:
-            shown = like(master.detach(), param)
+            packed = MASTER_ENTRIES[record.entry] == torch.uint8
+            shape = _C.second_shape(PACKED, param) if packed else None
+            shown = like(master.detach(), param, shape)
             found[name] = {record.entry: as_bytes(shown) if master.dtype == torch.int16 else shown}
     return found
 

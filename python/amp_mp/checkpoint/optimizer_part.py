@@ -186,6 +186,10 @@ def template(
             found |= _grouped(entry, data, scales, param)
         elif entry in found:  # the scales of codes
             continue
+        elif _is_packed_for(entry, data, param):
+            own = _C.second_shape(stored.PACKED, param, local_of(param).shape)
+            empty_part = local_of(param).new_empty(own, dtype=data.properties.dtype)
+            found[entry] = like(empty_part, param, data.size)
         elif data.size == shape:
             alike[entry] = data.properties.dtype
         elif data.size == (*shape, 2) and data.properties.dtype == torch.uint8:
@@ -204,6 +208,16 @@ def template(
     return found
 
 
+def _is_packed_for(entry: str, data: Any, param: Tensor) -> bool:
+    """Whether an entry has packed remainders that can be cut as the parameter is."""
+    is_packed = stored.MASTER_ENTRIES.get(entry) == torch.uint8
+    return (
+        is_packed
+        and _C.has_groups(stored.PACKED, param)
+        and data.size == _C.second_shape(stored.PACKED, param)
+    )
+
+
 def _grouped(entry: str, data: Any, scales: Any, param: Tensor) -> dict[str, Tensor]:
     """Empty codes and their scales: cut as the parameter is where that cuts between groups.
 
@@ -212,10 +226,12 @@ def _grouped(entry: str, data: Any, scales: Any, param: Tensor) -> dict[str, Ten
     local = local_of(param)
     second = f"{entry}{stored.SCALE}"
     kind, kind_of_scales = data.properties.dtype, scales.properties.dtype
-    if scales.size == _C.scale_shape(param) and (_C.has_groups(param) or not is_dtensor(param)):
-        own = local.new_empty(_C.scale_shape(param, local.shape), dtype=kind_of_scales)
+    format = entry.rpartition("_")[2]
+    fits = _C.has_groups(format, param) or not is_dtensor(param)
+    if fits and scales.size == _C.second_shape(format, param):
+        own = local.new_empty(_C.second_shape(format, param, local.shape), dtype=kind_of_scales)
         return {**empty_like(param, {entry: kind}), second: like(own, param, scales.size)}
-    row_major = _C.scale_shape(torch.empty(data.size, device="meta"))
+    row_major = _C.second_shape(format, torch.empty(data.size, device="meta"))
     order = tuple(range(len(data.size)))
     if len(scales.size) == 1 and row_major != scales.size:
         # Groups are of neighbours in memory, and flat scales say that this was not row-major.

@@ -38,7 +38,7 @@ RECIPES = (
     Recipe('the same, memory="lean"', torch.float32, torch.bfloat16, "lean"),
     *(
         Recipe(f'bfloat16 shards, memory="{memory}"', torch.bfloat16, torch.bfloat16, memory)
-        for memory in ("exact", "lean", "tiny", "micro", "masterless")
+        for memory in ("exact", "lean", "tiny", "micro", "nano", "masterless")
     ),
 )
 

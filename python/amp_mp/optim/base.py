@@ -24,6 +24,7 @@ from amp_mp.optim.options import (
     check_options,
     check_scatter,
     make_plain,
+    warn_of_small_rate,
 )
 from amp_mp.optim.rule import Group, Rule, choosable_states
 from amp_mp.optim.state.edit_blocks import edit_masters
@@ -243,6 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if brought or [v for v in self.defaults.values() if isinstance(v, type(required))]:
                 check_group(group)
             check_scatter(group)
+            warn_of_small_rate(group)
             self._complete(group)
             _C.refuse_params(group, number)
             labels = labelled(group, number)

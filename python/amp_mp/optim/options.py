@@ -42,14 +42,16 @@ SHARED = """
             param_group of their own): the norm and the decision to skip are of all. Groups of
             DTensors are known already. Default None.
         memory: bytes per low-precision parameter with two states, besides its gradient: "exact"
-            (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99),
-            "masterless" (4.1: micro's states, and parameters that round at random) or "float32"
-            (14). Default "exact". float32 parameters have no master.
-        master: how masters alone are stored: "split32", "split24" (the parameter and a remainder of
-            2 or 1 bytes are the master), "float32", or "none": the parameter itself is updated.
-            What a script writes into a parameter counts with any of them. Default: as memory.
+            (12, loses nothing), "lean" (7), "tiny" (6.1), "micro" (5.1, for beta2 <= .99), "nano"
+            (4.6: micro's states, for lr above 5e-6 and bfloat16 alone), "masterless" (4.1: micro's
+            states, and parameters that round at random) or "float32" (14). Default "exact".
+            float32 parameters have no master.
+        master: how masters alone are stored: "split32", "split24", "split20" (the parameter and a
+            remainder of 2, 1 or half a byte are the master), "float32", or "none": the parameter
+            itself is updated. What a script writes into a parameter counts with any of them.
+            Default: as memory.
         exp_avg="bfloat16" and the like: how the state of that name alone is stored. Averages of
-            gradients: "float32", "bfloat16", "float16", "m8"; squares: "float32", "bfloat16",
+            gradients: "float32", "bfloat16", "float16", "m8", "i8"; squares: "float32", "bfloat16",
             "float16", "float16_root", "ue8m8", "log8". Default: as memory. Some are float32 always.
         rounding: "nearest" or "stochastic", of low-precision parameters without a master. Default
             "nearest"; "stochastic" with memory="masterless".
@@ -57,11 +59,12 @@ SHARED = """
         offload: "state" keeps masters and states in pinned memory of the host, where a GPU's
             kernels step them (docs/memory.md); on a CPU it does nothing. Default None.
         foreach, fused, capturable: torch's arguments, accepted without effect.
-    Every state also has step, and low-precision parameters master, remainder16 or remainder8.
+    Every state also has step, and low-precision parameters master, remainder16, remainder8 or
+    remainder4.
     Raises TypeError for an unknown argument and ValueError for one out of range, by name.
     """
 
-Preset = Literal["exact", "lean", "tiny", "micro", "masterless", "float32"]
+Preset = Literal["exact", "lean", "tiny", "micro", "nano", "masterless", "float32"]
 
 
 class StateFormats(TypedDict, total=False):
@@ -210,11 +213,26 @@ def check_scatter(group: Mapping[str, Any]) -> None:
     decay, name = max((decay, name) for name, decay in decays.items())
     if decay <= 0.99:
         return
-    stored = 'squares stored as "log8" (memory="micro" or "masterless")'
+    stored = 'squares stored as "log8" (memory="micro", "nano" or "masterless")'
     found = f"{stored} and averaged with {name}={decay:g}"
     if decay >= 0.9999:
         raise ValueError(f'{found} would stand still; take memory="tiny", or 0.99 and less')
     warn(f"{found} scatter: by 14 % at 0.999, 31 % while they fall; 0.99 and less is advised")
+
+
+# Below this rate the masters of split20 get more than a tenth of noise in 2,000 steps.
+LEAST_RATE_OF_SPLIT20 = 5e-6
+
+
+def warn_of_small_rate(group: Mapping[str, Any]) -> None:
+    """Warns where masters in split20 would be noise: a new group's rate, before any schedule."""
+    lr = float(group["lr"])
+    if group.get("master") != "split20" or not 0 < lr < LEAST_RATE_OF_SPLIT20:
+        return
+    warn(
+        f'masters stored as "split20" (memory="nano") at lr={lr:g} get noise: at 1e-6 a quarter of '
+        'how far weights move in 2,000 steps; take memory="micro"'
+    )
 
 
 def check_choices(group: Mapping[str, Any]) -> None:

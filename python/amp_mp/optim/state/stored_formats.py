@@ -25,24 +25,33 @@ MASTERS = ("float32", *_SPLITS, "none")
 MOMENTS = tuple(name for name, f in _STATES.items() if "moment" in f["kinds"])
 SQUARES = tuple(name for name, f in _STATES.items() if "square" in f["kinds"])
 # What a master, and a state of each kind, may be stored as (kinds: csrc/core/rules/declared.h).
-KINDS = {"master": MASTERS, "moment": MOMENTS, "square": SQUARES}
+KINDS = {"master": MASTERS, "moment": MOMENTS, "matrix_moment": MOMENTS, "square": SQUARES}
 KINDS |= dict.fromkeys(("exact", "row"), ("float32",))
 # The format of a split master, by the dtype of its remainders.
 REMAINDER_FORMATS = {f["second_dtype"]: name for name, f in _SPLITS.items()}
 # Formats whose elements share scales, which are an entry of their own.
 GROUPED = tuple(name for name, f in _STATES.items() if f["group"] > 1)
-GROUP = NATIVE_FORMATS["m8"]["group"]  # elements that share a scale
+PACKED = "bfloat16_split20"  # the native name of masters with two remainders in a byte
 ROUNDINGS = ("nearest", "stochastic")
 # What `memory=` stands for, by kind, and what holds without it. A preset without masters rounds
 # weights at random: to nearest, an update below half of a weight's last bit would never count.
-DEFAULT = {"master": "split32", "moment": "float32", "square": "float32"}
+_EXACT = {"moment": "float32", "matrix_moment": "float32", "square": "float32"}
+_TINY = {"moment": "m8", "matrix_moment": "i8", "square": "ue8m8"}
+_MICRO = {**_TINY, "square": "log8"}
+DEFAULT = {"master": "split32", **_EXACT}
 PRESETS = {
-    "float32": {"master": "float32", "moment": "float32", "square": "float32"},
+    "float32": {"master": "float32", **_EXACT},
     "exact": DEFAULT,
-    "lean": {"master": "split24", "moment": "bfloat16", "square": "ue8m8"},
-    "tiny": {"master": "split24", "moment": "m8", "square": "ue8m8"},
-    "micro": {"master": "split24", "moment": "m8", "square": "log8"},
-    "masterless": {"master": "none", "moment": "m8", "square": "log8", "rounding": "stochastic"},
+    "lean": {
+        "master": "split24",
+        "moment": "bfloat16",
+        "matrix_moment": "bfloat16",
+        "square": "ue8m8",
+    },
+    "tiny": {"master": "split24", **_TINY},
+    "micro": {"master": "split24", **_MICRO},
+    "nano": {"master": "split20", **_MICRO},
+    "masterless": {"master": "none", **_MICRO, "rounding": "stochastic"},
 }
 
 # Names of the entries of a parameter's state; csrc/torch/state/rule_table.h has the table.
