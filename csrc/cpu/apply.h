@@ -117,7 +117,7 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   constexpr bool kDraws = draws_random<W>, kIsPacked = kFormats[int(W)].group == kPacked;
   Bytes<kDraws ? kStep : 1> weight_bytes(
       random_stream(seed, slot.clock->step, slot.tensor_index, true), slot.origin);
-  alignas(64) uint16_t unpacked[kIsPacked ? kStep / kPacked : 1];
+  alignas(64) uint16_t widened[kIsPacked ? kStep / kPacked : 1];
   for (int64_t i = begin; i < end; i += step) {
     const int n = int(end - i < step ? end - i : step);
     if (noting.compares()) noting.before(i, n);
@@ -127,14 +127,14 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
     const GradPairs g = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.grad.data, i))};
     TwoNibbles* const nibbles = at_element<TwoNibbles>(slot.master.second, i / kPacked);
     Half* remainders = reinterpret_cast<Half*>(at_element<int8_t>(slot.master.second, i));
-    if constexpr (kIsPacked) unpack(nibbles, remainders = unpacked, n / 2);
+    if constexpr (kIsPacked) widen(nibbles, remainders = widened, n / 2);
     const MasterPairs<W> w = {reinterpret_cast<Word*>(at_element<bfloat16>(slot.master.data, i)),
                               remainders};
     const StatePairs<F0> s0 = open_pairs<F0>(slot.state[0], i, halves[0], n);
     const StatePairs<F1> s1 = open_pairs<F1>(slot.state[1], i, halves[1], n);
     update_pairs(rule, multiplier, g, w, s0, s1, reinterpret_cast<const Half*>(random),
                  reinterpret_cast<const Half*>(weight_random), n / 2);
-    if constexpr (kIsPacked) pack(unpacked, nibbles, n / 2);
+    if constexpr (kIsPacked) narrow(widened, nibbles, n / 2);
     close_pairs<F0>(slot.state[0], i, halves[0], random, n);
     close_pairs<F1>(slot.state[1], i, halves[1], random, n);
     if constexpr (!is_grouped<F0> && !is_grouped<F1>)  // groups are whole pairs

@@ -34,9 +34,12 @@ constexpr bool is_grouped = kFormats[int(F)].is(kGrouped);
 template <Format F>
 constexpr bool draws_random = kFormats[int(F)].is(kRandom);
 
-// Masters of core/splits.h: split24's, or split20's in whole bytes, whose lower halves are dropped.
+// Masters of core/splits.h. `put` is passed the weights' random bytes of a pair.
 template <Format F>
-struct MasterPairs {
+struct MasterPairs;
+
+template <>
+struct MasterPairs<Format::bfloat16_split24> {
   Word* __restrict high;
   Half* __restrict remainder;
 
@@ -45,9 +48,8 @@ struct MasterPairs {
     const uint32_t two = high[i], low = uint32_t(remainder[i]) ^ 0x8080u;
     return {join(two << 16, low << 8), join(two & kUpper, low)};
   }
-  // `random`: the weights' random bytes, if the format draws them.
-  AMP_MP_BOTH void put(int i, Two x, uint32_t random) const {
-    const uint32_t even = round(x.even, random & 0xFFu), odd = round(x.odd, random >> 8);
+  AMP_MP_BOTH void put(int i, Two x, uint32_t) const {
+    const uint32_t even = Split24::round(x.even), odd = Split24::round(x.odd);
     high[i] = upper_halves(even + 0x8000u, odd + 0x8000u);
     remainder[i] = uint16_t(pick(0xFFu, even >> 8, odd));
   }
@@ -56,25 +58,33 @@ struct MasterPairs {
   static AMP_MP_BOTH float join(uint32_t weight, uint32_t low) {
     return join_bits(weight, pick(kUpper, weight, low & 0xFF00u) - 0x8000u);
   }
-  static AMP_MP_BOTH uint32_t round(float x, uint32_t random) {
-    if constexpr (draws_random<F>) return Split20::round(x, random);
-    return Split24::round(x);
+};
+
+// Each byte of two remainders is in a half of its own (`widen`).
+template <>
+struct MasterPairs<Format::bfloat16_split20> {
+  Word* __restrict high;
+  Half* __restrict remainder;
+
+  AMP_MP_BOTH Two get(int i) const {
+    const uint32_t two = high[i], nibbles = remainder[i];
+    return {Split20::join(two << 16, nibbles & 15u), Split20::join(two & kUpper, nibbles >> 4)};
+  }
+  AMP_MP_BOTH void put(int i, Two x, uint32_t random) const {
+    const uint32_t even = Split20::round(x.even, random & 0xFFu),
+                   odd = Split20::round(x.odd, random >> 8);
+    high[i] = upper_halves(even + 0x8000u, odd + 0x8000u);
+    remainder[i] = uint16_t(Split20::nibble_of(even) | Split20::nibble_of(odd) << 4);
   }
 };
 
-// Packed remainders of a tile to whole bytes and back. A loop of its own: bytes in the loop of the
-// update would make its vectors so long that they leave the registers.
-AMP_MP_BOTH void unpack(const TwoNibbles* __restrict from, Half* __restrict to, int pairs) {
-  for (int i = 0; i < pairs; ++i) {
-    const uint32_t two = from[i].bits;
-    to[i] = uint16_t((two << 4 & 0xF0u) | (two << 8 & 0xF000u));
-  }
+// Bytes to halves and back. In the loop of the update they would make its vectors so long that they
+// leave the registers.
+AMP_MP_BOTH void widen(const TwoNibbles* __restrict from, Half* __restrict to, int n) {
+  for (int i = 0; i < n; ++i) to[i] = from[i].bits;
 }
-AMP_MP_BOTH void pack(const Half* __restrict from, TwoNibbles* __restrict to, int pairs) {
-  for (int i = 0; i < pairs; ++i) {
-    const uint32_t two = from[i];
-    to[i] = {uint8_t((two >> 4 & 0xFu) | (two >> 8 & 0xF0u))};
-  }
+AMP_MP_BOTH void narrow(const Half* __restrict from, TwoNibbles* __restrict to, int n) {
+  for (int i = 0; i < n; ++i) to[i] = {uint8_t(from[i])};
 }
 
 template <Format F>
