@@ -18,7 +18,7 @@ WEIGHT_DTYPES = {
 }
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon", "torch-adamw")
 PARALLEL = ("none", "ddp", "fsdp", "hsdp", "tp")
-MEMORY = ("float32", "exact", "lean", "tiny", "micro", "masterless")
+MEMORY = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
 
 
 class SettingsError(ValueError):

@@ -209,7 +209,7 @@ def test_the_picture_is_written(tmp_path: Path) -> None:
         ({"steps": 0}, "steps must be positive"),
         ({"heads": 3}, "width 32 is not divisible by heads 3"),
         ({"optimizer": "torch-adamw", "precision": "bfloat16"}, "torch-adamw keeps no masters"),
-        ({"memory": "fast"}, "memory must be one of float32, exact, lean, tiny, micro, masterless"),
+        ({"memory": "fast"}, "memory must be one of float32, exact, lean, tiny, micro, nano"),
         ({"resume": True}, "resume needs a checkpoint"),
         ({"device": "nonsense"}, "device nonsense cannot be used"),
     ],

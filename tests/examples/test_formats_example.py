@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from finetune_task import FineTune, telephone, weights_path
-from formats import JOBS, Job, Run, gpt, summary, train
+from formats import JOBS, Job, Run, begin, gpt, summary, table, train
 from gpt_trainer import MAX_GRAD_NORM
 from progress import Bar
 from reference_adamw import ReferenceAdamW, away_from_zero
@@ -58,10 +58,11 @@ def test_exact_is_the_reference_bit_for_bit(job: Any) -> None:
     assert found.accuracy == wanted.accuracy
     assert summary({arm: [run] for arm, run in runs.items()})["exact"]["passed"]
     assert found.train_loss[-1] != found.train_loss[0]
+    assert found.start == wanted.start > found.validation_loss
     assert found.size < wanted.size
 
 
-@pytest.mark.parametrize("arm", ["lean", "tiny", "micro", "masterless", "nearest"])
+@pytest.mark.parametrize("arm", ["lean", "tiny", "micro", "nano", "masterless", "nearest"])
 def test_low_bit_arms_train_and_are_smaller(arm: str) -> None:
     with Bar(disable=True) as bar:
         wanted, found, again = (
@@ -70,6 +71,53 @@ def test_low_bit_arms_train_and_are_smaller(arm: str) -> None:
     assert found.train_loss[-1] < found.train_loss[0]
     assert found.size < wanted.size
     assert found.train_loss == again.train_loss, "the seed decides the rounding"
+
+
+def test_muons_arms_differ_in_how_matrices_store_momentum() -> None:
+    """Embeddings, the head and vectors take AdamW, with the job's betas."""
+    job = replace(JOBS["muon_64"], begin=functools.partial(gpt, **SMALL))
+    stored, losses = {}, {}
+    for arm in job.arms:
+        task = begin(job, arm, 3, STEPS)
+        losses[arm] = [task.step() for _ in range(STEPS)]
+        block, head = task.model.blocks[0].qkv.weight, task.model.head.weight
+        stored[arm] = sorted(name for name in task.optimizer.state[block] if "momentum" in name)
+        assert "exp_avg_sq" in " ".join(task.optimizer.state[head])
+        for group in task.optimizer.param_groups:
+            assert group["use_muon"] or group["betas"] == job.betas
+        assert losses[arm][-1] < losses[arm][0]
+    assert stored["exact"] == stored["lean"] == ["momentum_buffer"]
+    assert stored["micro, m8"] == ["momentum_buffer_m8", "momentum_buffer_m8_scale"]
+    for arm in ("micro", "nano"):
+        assert stored[arm] == ["momentum_buffer_i8", "momentum_buffer_i8_scale"]
+    assert len(set(map(tuple, losses.values()))) == len(job.arms)
+
+
+def test_a_model_trained_further_starts_where_the_training_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formats, "TRAINED_STEPS", 5)
+    formats.trained.cache_clear()
+    try:
+        rates = {}
+        for name in ("further", "further_1e-6", "further_1e-5"):
+            task = JOBS[name].begin(0, STEPS)
+            rates[name] = task.settings.lr
+            for key, weight in task.model.state_dict().items():
+                assert torch.equal(weight, formats.trained()[key])
+    finally:
+        formats.trained.cache_clear()
+    assert rates == {"further": 6e-7, "further_1e-6": 1e-6, "further_1e-5": 1e-5}
+
+
+def test_masters_alone_follow_worse_with_fewer_bits_and_at_smaller_rates() -> None:
+    moved = formats.masters_alone(50)
+    for each in moved.values():
+        errors = [error for error, _ in each.values()]  # from the largest rate to the smallest
+        assert errors == sorted(errors)
+        assert each["0.0001"][1] == pytest.approx(1, abs=0.01)
+    for rate in moved["split24"]:
+        assert 4 < moved["split20"][rate][0] / moved["split24"][rate][0] < 64
 
 
 def test_the_reference_is_torchs_adamw() -> None:
@@ -108,22 +156,33 @@ def test_weights_are_rounded_to_nearest_and_ties_away_from_zero() -> None:
 def test_the_verdict_counts_bytes_and_measures_in_spreads() -> None:
     def runs(losses: list[float], weight: float) -> list[Run]:
         weights: list[Tensor] = [torch.tensor([weight]).bfloat16()]
-        return [Run([1.0], loss, [], 1.0, weights) for loss in losses]
+        return [Run([1.0], loss, 2.0, [], 1.0, weights) for loss in losses]
 
     reference = runs([1.0, 1.5, 1.25], 1.0)
     good = {"reference": reference, "exact": runs([1.0, 1.5, 1.25], 1.0)}
     good |= {"lean": runs([1.5, 1.0, 1.25], 1.0), "tiny": runs([0.0, 1.5, 1.25], 1.0)}
-    good["micro"] = good["tiny"]
+    good |= {"micro": good["tiny"], "nano": good["lean"]}
     rows = summary(good)
     assert all(row["passed"] for row in rows.values())
     assert rows["reference"]["spread"] == 0.5
     assert rows["reference"]["deviation"] == 0.25
     assert rows["tiny"]["to_reference"] == rows["micro"]["to_reference"] == 1.0
+    assert rows["tiny"]["differences"] == [-1.0, 0.0, 0.0]
+    assert rows["tiny"]["mean_difference"] == -1 / 3
+    assert rows["lean"]["differences"] == [0.5, -0.5, 0.0]
+    assert rows["lean"]["start"] == [2.0, 2.0, 2.0]
+    columns = {column.header: list(column.cells) for column in table(JOBS["long"], rows).columns}
+    assert columns["of each seed"][2:4] == [
+        "+0.50000 -0.50000 +0.00000",
+        "-1.00000 +0.00000 +0.00000",
+    ]
+    assert columns["difference"][:4] == ["", "+0.00000", "+0.00000", "-0.33333"]
+    assert columns["gained"][0] == "0.75000"
     bad = {"reference": reference, "exact": runs([1.0, 1.5, 1.25], 1 + 2.0**-7)}
     bad |= {"lean": runs([1.625, 1.5, 1.25], 1.0), "tiny": runs([1.0, 2.625, 1.25], 1.0)}
-    bad["micro"] = bad["tiny"]
+    bad |= {"micro": bad["tiny"], "nano": bad["lean"]}
     rows = summary(bad)
-    assert not any(rows[arm]["passed"] for arm in ("exact", "lean", "tiny", "micro"))
+    assert not any(rows[arm]["passed"] for arm in ("exact", "lean", "tiny", "micro", "nano"))
     assert rows["exact"]["differing_bytes"] == [1, 1, 1]
 
 
@@ -175,3 +234,8 @@ def test_it_prints_a_table_and_saves_a_picture_and_figures(
     assert all(math.isfinite(loss) for row in rows.values() for loss in row["validation_loss"])
     printed = capsys.readouterr().out
     assert all(arm in printed for arm in rows)
+    formats.main(["--job=masters", "--steps=2", "--threads=1", f"--out={folder}"])
+    numbers = json.loads((folder / "formats_masters.json").read_text())
+    printed = capsys.readouterr().out
+    assert all(f"{rate:g}" in printed and len(numbers) == 2 for rate in formats.RATES)
+    assert all(form in printed for form in numbers)
