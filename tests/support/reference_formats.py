@@ -79,16 +79,21 @@ def stochastic(x: Floats, format: FloatFormat, random: Bytes) -> Floats:
 # In groups
 
 
-def _encode_m8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
-    """A third of a float's bits, as far below those of 127 * 256 as a third below the scale's is.
+def _scales_of_moments(groups: Floats) -> Bits:
+    """The largest magnitude rounded up to a bfloat16, and 2^-76 at least; NaN if it is not finite.
 
-    The scale is the largest magnitude rounded up to a bfloat16, and 2^-76 at least.
+    One above the largest bfloat16 has no such scale, and counts as infinite.
     """
-    groups = x.reshape(-1, GROUP)
     most = np.abs(groups).max(axis=1, initial=0)  # a NaN if there is one
     upper = (most.view(np.uint32).astype(np.int64) + 0xFFFF) >> 16
     upper = np.maximum(upper, _bfloat16_bits(np.array(2.0**-76)))
-    scales = np.where((upper >= 0x7F80) | np.isnan(most), 0x7FC0, upper).astype(np.uint16)
+    return np.where((upper >= 0x7F80) | np.isnan(most), 0x7FC0, upper).astype(np.uint16)
+
+
+def _encode_m8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
+    """A third of a float's bits, as far below 127 * 256's as a third below the scale's is."""
+    groups = x.reshape(-1, GROUP)
+    scales = _scales_of_moments(groups)
     third = F32(1) / F32(3)
     largest = np.array(127 * 256, F32).view(np.int32).astype(F32)
     offset = largest - (scales.astype(np.int32) << 16).astype(F32) * third
@@ -108,6 +113,22 @@ def _decode_m8(codes: Bits, scales: Bits) -> Floats:
     bits = np.where(codes == 0, 0, scale - below) % 2**32
     value = np.copysign(bits.astype(np.uint32).view(F32), codes)
     return np.where(np.isnan(_bfloat16(scales)).repeat(GROUP), F32(np.nan), value).astype(F32)
+
+
+def _encode_i8(x: Floats, random: Bytes) -> tuple[Bits, Bits]:
+    """127 equal steps from 0 to m8's scale; the number to the nearest 256th of a step."""
+    groups = x.reshape(-1, GROUP)
+    scales = _scales_of_moments(groups)
+    inverse = F32(127 * 256) / _bfloat16(scales)
+    with np.errstate(invalid="ignore"):
+        fixed = np.rint(groups * inverse[:, None]).astype(np.int64).reshape(-1)
+    codes = (fixed + random) >> 8
+    return np.where((scales == 0x7FC0).repeat(GROUP), 0, codes).astype(np.int8), scales
+
+
+def _decode_i8(codes: Bits, scales: Bits) -> Floats:
+    """The code by 127, rounded, times the scale."""
+    return codes.astype(F32) * (F32(1) / F32(127)) * _bfloat16(scales).repeat(GROUP)
 
 
 # The pieces of log8, below the scale: powers of two, steps in each, code of the first step.
@@ -154,20 +175,34 @@ def _decode_log8(codes: Bits, scales: Bits) -> Floats:
 
 # In two parts
 
-REMAINDER_BITS = {"split32": 16, "split24": 8}
+REMAINDER_BITS = {"split32": 16, "split24": 8, "split20": 4}
 STEP_BITS = {"split32": 26, "split24": 18}
 
 
-def _encode_split_bfloat16(x: Floats, bits: int) -> tuple[Bits, Bits]:
-    """On the line of the integers |x| is: the nearest multiples of 2^16, and of 2^(16 - bits)."""
+def packed(nibbles: Bits) -> Bits:
+    """Two signed numbers of 4 bits in a byte, the first of them in the low half."""
+    low, high = nibbles.reshape(-1, 2).T & 15
+    return (low | high << 4).astype(np.uint8)
+
+
+def unpacked(pairs: Bits) -> Bits:
+    """The numbers from -8 to 7 that `packed` made bytes of."""
+    halves = np.stack([pairs & 15, pairs >> 4], axis=1).astype(np.int8).reshape(-1)
+    return (halves ^ 8) - 8
+
+
+def _encode_split_bfloat16(x: Floats, bits: int, random: Bytes | None) -> tuple[Bits, Bits]:
+    """On the line of the integers |x| is: in units of 2^(16 - bits), and the nearest of 2^16.
+
+    To the nearest unit without random bytes, ties away from zero; with them up or down.
+    """
     u = np.where(np.isnan(x), F32(np.nan), x).view(np.uint32).astype(np.int64)
     sign, line = u >> 31, u & 0x7FFFFFFF
-    fine = 1 << (16 - bits)
-    line = (2 * line + fine) // (2 * fine)  # ties away, in units of `fine`
+    unit, up = 1 << (16 - bits), 256 if random is None else 2 * random.astype(np.int64) + 1
+    line = (512 * line + up * unit) // (512 * unit)
     whole = 1 << bits
     weight = (2 * line + whole) // (2 * whole)
-    remainder = line - weight * whole
-    return (sign << 15 | weight).astype(np.uint16), remainder.astype(f"i{bits // 8}")
+    return (sign << 15 | weight).astype(np.uint16), line - weight * whole
 
 
 def _decode_split_bfloat16(weight: Bits, remainder: Bits, bits: int) -> Floats:
@@ -220,21 +255,36 @@ def _float16_bits(x: NDArray[Any]) -> Bits:
     return np.where(np.isnan(x), np.float16(np.nan), x.astype(np.float16)).view(np.uint16)
 
 
-GROUPED = {"m8": (_encode_m8, _decode_m8), "log8": (_encode_log8, _decode_log8)}
+def weight_bits(weight: Floats, dtype: str) -> Bits:
+    """The bits of numbers that a low-precision dtype holds."""
+    return _float16_bits(weight) if dtype == "float16" else _bfloat16_bits(weight)
+
+
+GROUPED = {
+    "m8": (_encode_m8, _decode_m8),
+    "i8": (_encode_i8, _decode_i8),
+    "log8": (_encode_log8, _decode_log8),
+}
 
 
 def encode(x: Floats, format: str, random: Bytes | None = None, weight: str = "") -> list[Bits]:
     """A format's arrays; `weight` is what the first part of a split is."""
-    if format in REMAINDER_BITS:
-        if weight == "bfloat16":
-            return [*_encode_split_bfloat16(x, REMAINDER_BITS[format])]
-        return [*_encode_split_float16(x, format)]
+    if format in STEP_BITS:
+        if weight == "float16":
+            return [*_encode_split_float16(x, format)]
+        bits = REMAINDER_BITS[format]
+        upper, remainder = _encode_split_bfloat16(x, bits, None)
+        return [upper, remainder.astype(f"i{bits // 8}")]
     if format == "float16":
         return [_float16_bits(FORMATS["float16"].round(saturate(x)))]
     if format == "float16_root":
         with np.errstate(invalid="ignore"):
             return encode(np.sqrt(x), "float16")
     assert random is not None, format
+    if format == "split20":
+        assert weight == "bfloat16", weight
+        upper, remainder = _encode_split_bfloat16(x, REMAINDER_BITS[format], random)
+        return [upper, packed(remainder)]
     if format in GROUPED:
         return [*GROUPED[format][0](x, random)]
     if format == "ue8m8":
@@ -250,7 +300,8 @@ def decode(parts: Sequence[Bits], format: str, weight: str = "") -> Floats:
     """The numbers that the arrays hold."""
     if format in REMAINDER_BITS:
         if weight == "bfloat16":
-            return _decode_split_bfloat16(parts[0], parts[1], REMAINDER_BITS[format])
+            remainder = unpacked(parts[1]) if format == "split20" else parts[1]
+            return _decode_split_bfloat16(parts[0], remainder, REMAINDER_BITS[format])
         return _decode_split_float16(parts[0], parts[1], format)
     if format in GROUPED:
         return GROUPED[format][1](parts[0], parts[1])
@@ -260,6 +311,19 @@ def decode(parts: Sequence[Bits], format: str, weight: str = "") -> Floats:
         return _bfloat16(parts[0])
     value = parts[0].view(np.float16).astype(F32)
     return value * value if format == "float16_root" else value
+
+
+def nearest(values: Floats, format: str, dtype: str) -> list[Bits]:
+    """What is stored outside of a step, where split20 draws no random bits: split32's, rounded."""
+    if format != "split20":
+        return encode(values, format, weight=dtype)
+    weight, remainder = encode(values, "split32", weight=dtype)
+    return [weight, _nibbles(remainder)]
+
+
+def _nibbles(remainder: Bits) -> Bits:
+    """split20's nearest to split32's remainders, beside the same weight."""
+    return packed(np.clip((remainder.astype(np.int64) + 0x800) >> 12, -8, 7))
 
 
 def beside(values: Floats, weight: Floats, format: str, dtype: str) -> Any:
@@ -274,10 +338,10 @@ def beside(values: Floats, weight: Floats, format: str, dtype: str) -> Any:
         half = (other + weight) * F32(0.5)
         is_other = other.view(np.uint32) != weight.view(np.uint32)
         return np.where(is_other, np.nextafter(half, weight), values)
+    if format == "split20":
+        return _nibbles(beside(values, weight, "split32", dtype))
     bits, remainder = encode(values, format, weight=dtype)
-    own = _float16_bits(weight) if dtype == "float16" else _bfloat16_bits(weight)
-    above, ends = bits.astype(np.int32) - own, np.iinfo(remainder.dtype)
-    beside = np.where(above == 0, remainder, 0)
-    return np.where(above == 1, ends.max, np.where(above == -1, ends.min, beside)).astype(
-        remainder.dtype
-    )
+    above, ends = bits.astype(np.int32) - weight_bits(weight, dtype), np.iinfo(remainder.dtype)
+    kept = np.where(above == 0, remainder, 0)
+    kept = np.where(above == 1, ends.max, np.where(above == -1, ends.min, kept))
+    return kept.astype(remainder.dtype)

@@ -1,4 +1,4 @@
-"""m8 and log8: every code, every random byte, every scale, and what optimizers do with them.
+"""m8, i8 and log8: every code, every random byte, every scale, and what optimizers do with them.
 
 Random bytes come from a counter, so no test can choose one for the native code. Where all 256 are
 needed for a number, they are tried on the definition in NumPy, which has the native code's bits.
@@ -22,23 +22,26 @@ import amp_mp as amp
 Floats = np.ndarray
 EXHAUSTIVE = os.environ.get("AMP_MP_EXHAUSTIVE") == "1"
 LARGEST = float(np.finfo(np.float32).max)
-M8_SCALES = np.arange(0x1980, 0x7F80).astype(np.uint16)  # all bfloat16 numbers from 2^-76 on
+MOMENT_SCALES = np.arange(0x1980, 0x7F80).astype(np.uint16)  # bfloat16's numbers from 2^-76 on
 LOG8_SCALES = np.arange(30, 256).astype(np.uint8)
+MOMENTS = ("m8", "i8")  # alike but for what the codes between -127 and 127 stand for
+FORMATS = (*MOMENTS, "log8")
+SCALES = {"m8": MOMENT_SCALES, "i8": MOMENT_SCALES, "log8": LOG8_SCALES}
 ALL_BYTES = np.arange(256).astype(np.uint8)
 
 
 def native(x: Floats, format: str, device: str, step: int = 0) -> tuple[Floats, Floats]:
     """The codes and scales that the native code stores, with the definition's dtypes."""
     data, scales = amp.formats.encode(torch.from_numpy(x).to(device), format, step=step)
-    kinds = (np.int8, np.uint16) if format == "m8" else (np.uint8, np.uint8)
+    kinds = (np.int8, np.uint16) if format in MOMENTS else (np.uint8, np.uint8)
     return raw(data).view(kinds[0]), raw(scales).view(kinds[1])
 
 
 def decoded(codes: Floats, scales: Floats, format: str, device: str) -> Floats:
     """The native code's numbers."""
-    kinds = (torch.int8, torch.bfloat16) if format == "m8" else (torch.uint8, torch.uint8)
+    kinds = (torch.int8, torch.bfloat16) if format in MOMENTS else (torch.uint8, torch.uint8)
     data = torch.from_numpy(codes.view(np.int8)).to(device).view(kinds[0])
-    signed = scales.view(np.int16 if format == "m8" else np.int8)
+    signed = scales.view(np.int16 if format in MOMENTS else np.int8)
     second = torch.from_numpy(signed).to(device).view(kinds[1])
     found = array(amp.formats.decode((data, second), format))
     wanted = formats.decode([codes, scales], format)
@@ -49,28 +52,24 @@ def decoded(codes: Floats, scales: Floats, format: str, device: str) -> Floats:
 def every_code(format: str) -> tuple[Floats, Floats]:
     """Groups with all codes beside the code that keeps their scale, and all scales.
 
-    A group's first code is 127 of m8, and 254 of log8: from 31/32 of a scale on, which is code 255,
-    the next scale is taken.
+    A group's first code is 127 of moments, and 254 of log8: from 31/32 of a scale on, which is code
+    255, the next scale is taken.
     """
-    codes, first = (np.arange(-127, 128), 127) if format == "m8" else (np.arange(255), 254)
+    codes, first = (np.arange(-127, 128), 127) if format in MOMENTS else (np.arange(255), 254)
     rows = np.resize(codes, (-(-codes.size // 31), 31))
     groups = np.column_stack([np.full(len(rows), first), rows])
-    scales = M8_SCALES if format == "m8" else LOG8_SCALES
-    kind = np.int8 if format == "m8" else np.uint8
+    scales, kind = SCALES[format], np.int8 if format in MOMENTS else np.uint8
     return np.tile(groups.reshape(-1), scales.size).astype(kind), np.repeat(scales, len(groups))
-
-
-FORMATS = ("m8", "log8")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_numbers_rise_with_the_code_at_every_scale(device: str, format: str) -> None:
-    scales = M8_SCALES if format == "m8" else LOG8_SCALES
-    codes = np.r_[-127:128, 127].astype(np.int8) if format == "m8" else ALL_BYTES
+    scales = SCALES[format]
+    codes = np.r_[-127:128, 127].astype(np.int8) if format in MOMENTS else ALL_BYTES
     values = decoded(np.tile(codes, scales.size), np.repeat(scales, 8), format, device)
     rows = values.reshape(scales.size, 256).astype(np.float64)
     assert np.isfinite(rows).all()
-    if format == "m8":
+    if format in MOMENTS:
         rows = rows[:, :-1]  # -128 is not a code
         assert (rows[:, 127] == 0).all()
         assert np.array_equal(rows, -rows[:, ::-1])
@@ -104,7 +103,7 @@ def test_codes_rise_with_the_number_and_with_the_byte(format: str) -> None:
     """All 256 bytes on 31 random numbers of each of many groups, in order."""
     generator = np.random.default_rng(0)
     top = np.exp2(generator.uniform(-70, 100, 400))
-    low = 24 if format == "m8" else 30
+    low = 24 if format in MOMENTS else 30
     x = np.sort(top[:, None] * np.exp2(-generator.uniform(0, low, (400, 32))), axis=1)
     x = x.astype(np.float32).reshape(-1)
     before = None
@@ -145,6 +144,25 @@ def test_the_mean_of_log8_is_right() -> None:
     assert abs(error.mean()) <= 2.0**-12 / 10  # to the nearest: no bias in any direction
 
 
+def test_the_mean_of_i8_is_right() -> None:
+    """Within half a 256th of a code, besides what float32 loses; above and below equally often.
+
+    Also of numbers far below a code, which a large one in their group makes of the others.
+    """
+    generator = np.random.default_rng(4)
+    scales = MOMENT_SCALES[:: 1 if EXHAUSTIVE else 129]
+    part = np.exp2(-generator.uniform(0, 25, (scales.size, 32)))
+    part[:, ::2] = generator.uniform(-1, 1, part[:, ::2].shape)
+    part[:, 0] = 1
+    scale = (scales.astype(np.uint32) << 16).view(np.float32)[:, None]
+    x = (part * scale).astype(np.float32)
+    mean = mean_of_all_bytes(x.reshape(-1), "i8").reshape(x.shape)
+    code = scale.astype(np.float64) / 127
+    error = (mean - x) / code
+    assert np.abs(error).max() <= 1 / 512 + 127 * 2.0**-22
+    assert np.abs(error[:, ::2].mean()) <= 6 / 512 / np.sqrt(error[:, ::2].size)
+
+
 def test_the_mean_of_m8_is_right() -> None:
     """Within 3/4 of a 256th of a code where the format is a straight line from code to code.
 
@@ -158,7 +176,7 @@ def test_the_mean_of_m8_is_right() -> None:
     above, by trial of all scales. Below code 1 the mean is at most code 1.
     """
     generator = np.random.default_rng(2)
-    mantissas = M8_SCALES[:: 1 if EXHAUSTIVE else 129]
+    mantissas = MOMENT_SCALES[:: 1 if EXHAUSTIVE else 129]
     part = np.exp2(-generator.uniform(0, 25, (mantissas.size, 32)))
     part[:, 0] = 1
     scale = (mantissas.astype(np.uint32) << 16).view(np.float32)
@@ -185,45 +203,48 @@ def test_the_mean_of_m8_is_right() -> None:
     assert abs(relative[top].mean()) <= 1e-3
 
 
-def test_zero_stays_zero_in_m8_and_the_largest_has_the_largest_code() -> None:
+@pytest.mark.parametrize("format", MOMENTS)
+def test_zero_stays_zero_and_the_largest_has_the_largest_code(format: str) -> None:
     """For every byte and every scale."""
-    x = np.zeros((M8_SCALES.size, 32), np.float32)
-    x[:, 0] = (M8_SCALES.astype(np.uint32) << 16).view(np.float32)
+    x = np.zeros((MOMENT_SCALES.size, 32), np.float32)
+    x[:, 0] = (MOMENT_SCALES.astype(np.uint32) << 16).view(np.float32)
     x[:, 1] = -x[:, 0]
     x[:, 3] = -0.0
     few = x if EXHAUSTIVE else x[::37]
     for byte in ALL_BYTES:
         rows = x if byte in (0, 255) else few
-        codes = formats.encode(rows.reshape(-1), "m8", np.full(rows.size, byte))[0].reshape(-1, 32)
+        codes = formats.encode(rows.reshape(-1), format, np.full(rows.size, byte))[0]
+        codes = codes.reshape(-1, 32)
         assert (codes[:, 0] == 127).all()
         assert (codes[:, 1] == -127).all()
         assert (codes[:, 2:] == 0).all()
 
 
-def test_any_numbers_have_codes_to_127_and_a_scale_not_below_them(device: str) -> None:
+@pytest.mark.parametrize("format", MOMENTS)
+def test_any_numbers_have_codes_to_127_and_a_scale_not_below_them(device: str, format: str) -> None:
     """bfloat16's numbers above the largest of the group are at most 2^-7 above it, or 2^-76."""
     generator = np.random.default_rng(3)
     bits = generator.integers(0, 0x7F7F0001, 1 << 20, np.uint32)
     x = bits.view(np.float32) * generator.choice(np.float32([-1, 1]), bits.size)
     x[: 1 << 19] = generator.standard_normal(1 << 19).astype(np.float32)
-    codes, scales = native(x, "m8", device)
+    codes, scales = native(x, format, device)
     assert (np.abs(codes.astype(int)) <= 127).all()
     most = np.abs(x.reshape(-1, 32)).max(axis=1).astype(np.float64)
     scale = (scales.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     assert (scale >= most).all()
     assert (scale <= np.maximum(most * (1 + 2.0**-7), 2.0**-76)).all()
-    assert (np.abs(decoded(codes, scales, "m8", device)) <= scale.repeat(32)).all()
+    assert (np.abs(decoded(codes, scales, format, device)) <= scale.repeat(32)).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_scale_rises_with_the_largest_of_its_group(device: str, format: str) -> None:
     """At and beside every number at which another scale begins."""
-    if format == "m8":
-        edges = M8_SCALES.astype(np.uint32) << 16
+    if format in MOMENTS:
+        edges = MOMENT_SCALES.astype(np.uint32) << 16
     else:
         edges = (LOG8_SCALES.astype(np.uint32) << 23) - (1 << 19)
     bits = np.sort((edges[:, None] + np.array([-1, 0, 1])).reshape(-1)).astype(np.uint32)
-    top = 0x7F7F0000 if format == "m8" else 0x7F780000 - 1  # above, the group is NaN
+    top = 0x7F7F0000 if format in MOMENTS else 0x7F780000 - 1  # above, the group is NaN
     bits = np.concatenate([np.array([0, 1, 1 << 23], np.uint32), bits[bits <= top]])
     x = np.zeros((bits.size, 32), np.float32)
     x[:, 7] = bits.view(np.float32)
@@ -231,7 +252,7 @@ def test_a_scale_rises_with_the_largest_of_its_group(device: str, format: str) -
     _, scales = native(x.reshape(-1), format, device)
     kept = scales.astype(np.int64)
     assert (np.diff(kept) >= 0).all()
-    assert set(kept) == set((M8_SCALES if format == "m8" else LOG8_SCALES).tolist())
+    assert set(kept) == set(SCALES[format].tolist())
     if format == "log8":
         scale = np.exp2(scales - 127.0)
         assert (x[:, 7] < 31 / 32 * scale).all()
@@ -271,7 +292,7 @@ def test_a_log8_group_that_reaches_the_top_of_its_scale_keeps_its_numbers(device
 
 
 def test_numbers_near_the_largest_float(device: str) -> None:
-    """Groups with a number above the largest scale become NaN: 3.3e38 in log8, 3.39e38 in m8."""
+    """Groups with a number above the largest scale become NaN: from 3.3e38 on in log8, else 3.39e38."""
     top = np.float32(31 / 32 * 2.0**128)
     x = np.ones((6, 32), np.float32)
     x[:, 5] = [1.7e38, 3e38, np.nextafter(top, np.float32(0)), top, 3.35e38, LARGEST]
@@ -280,10 +301,11 @@ def test_numbers_near_the_largest_float(device: str) -> None:
     assert np.isnan(found[3:]).all()
     bfloat16 = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
     x[:, 5] = [1e38, 3e38, bfloat16, np.nextafter(bfloat16, np.float32(np.inf)), 3.4e38, LARGEST]
-    found = decoded(*native(x.reshape(-1), "m8", device), "m8", device).reshape(-1, 32)
-    assert np.isfinite(found[:3]).all()
-    assert found[2, 5] == bfloat16
-    assert np.isnan(found[3:]).all()
+    for format in MOMENTS:
+        found = decoded(*native(x.reshape(-1), format, device), format, device).reshape(-1, 32)
+        assert np.isfinite(found[:3]).all()
+        assert found[2, 5] == bfloat16
+        assert np.isnan(found[3:]).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -307,13 +329,13 @@ def test_a_negative_number_spoils_its_group_of_log8(device: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_groups_of_zeros(device: str, format: str) -> None:
-    """-0 is 0. What no step has written is 0 in both; log8's least number is 2^-123."""
+    """-0 is 0. What no step has written is 0 in all; log8's least number is 2^-123."""
     x = np.zeros(64, np.float32)
     x[::3] = -0.0
     found = decoded(*native(x, format, device), format, device)
-    assert (found == (0 if format == "m8" else 2.0**-123)).all()
-    fresh = np.zeros(64, np.int8 if format == "m8" else np.uint8)
-    scales = np.zeros(2, np.uint16 if format == "m8" else np.uint8)
+    assert (found == (0 if format in MOMENTS else 2.0**-123)).all()
+    fresh = np.zeros(64, np.int8 if format in MOMENTS else np.uint8)
+    scales = np.zeros(2, np.uint16 if format in MOMENTS else np.uint8)
     assert (decoded(fresh, scales, format, device) == 0).all()
 
 
@@ -337,7 +359,7 @@ def test_every_element_draws_a_new_byte_in_every_step() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("format", ["bfloat16", "m8", "ue8m8", "log8"])
+@pytest.mark.parametrize("format", ["bfloat16", "m8", "i8", "ue8m8", "log8"])
 def test_sums_over_rows_are_as_good_as_with_independent_bytes(device: str, format: str) -> None:
     """The error of the sums, at most a tenth larger.
 

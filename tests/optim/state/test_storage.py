@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,14 +22,17 @@ from torch import Tensor
 import amp_mp as amp
 from amp_mp import _C
 
-SPLITS = ("split32", "split24")
+SPLITS = ("split32", "split24", "split20")
 LOW = ("bfloat16", "float16")
+# Splits with the weights that they go beside.
+BESIDE = [(s, w) for s in SPLITS for w in LOW if (s, w) != ("split20", "float16")]
 CHUNK = 1 << 20
+EXHAUSTIVE = os.environ.get("AMP_MP_EXHAUSTIVE") == "1"
 
 
 def patterns() -> Iterator[np.ndarray]:
     """float32 numbers by strata, and 2^24 at random; AMP_MP_EXHAUSTIVE=1: all 2^32 there are."""
-    if os.environ.get("AMP_MP_EXHAUSTIVE") == "1":
+    if EXHAUSTIVE:
         for first in range(0, 1 << 32, CHUNK):
             yield (np.arange(CHUNK, dtype=np.uint32) + np.uint32(first)).view(np.float32)
         return
@@ -86,21 +90,71 @@ def test_split24_of_bfloat16_is_within_a_512th_of_an_ulp(device: str) -> None:
     assert worst == 1 / 512
 
 
+def test_split20_is_one_of_the_two_numbers_around_and_their_mean_is_right(device: str) -> None:
+    """On the line of the integers that floats are, where two neighbours are 4,096 apart.
+
+    The native code for the bytes of one step; the definition for all 256, whose mean is within
+    1/512 of a step. At 0 and the infinities the weight counts alone.
+    """
+    for x in itertools.islice(patterns(), 3):
+        bits = np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32)
+        line = (bits & 0x7FFFFFFF).astype(np.int64)
+        _, found = there_and_back(device, x, "split20", seed=1, step=2)
+        assert np.array_equal(np.signbit(found), (bits >> 31).astype(bool))
+        off = (found.view(np.uint32) & 0x7FFFFFFF).astype(np.int64) - line
+        inside = (line >= 0x8000 + 0x1000) & (line < 0x7F7F7000)
+        assert (np.abs(off[inside]) < 4096).all()
+        assert (found.view(np.uint32)[inside] % 4096 == 0).all()
+        assert np.isin(found[line < 0x7000], [0]).all()
+        assert np.array_equal(np.isnan(found), np.isnan(x))
+        assert np.isinf(found[(line >= 0x7F7F8000) & (line <= 0x7F800000)]).all()
+    sample = line[inside][:4096].astype(np.uint32).view(np.float32)
+    total = np.zeros(sample.size, np.int64)
+    for byte in range(256):
+        parts = formats.encode(sample, "split20", np.full(sample.size, byte), "bfloat16")
+        total += formats.decode(parts, "split20", "bfloat16").view(np.uint32).astype(np.int64)
+    error = (total / 256 - line[inside][:4096]) / 4096
+    assert np.abs(error).max() <= 1 / 512
+    assert error.min() < 0 < error.max()
+
+
+def test_what_split20_holds_stays_whatever_the_bytes(device: str) -> None:
+    """All 2^20 numbers; the definition with all bytes, the native code with those of some steps."""
+    x = (np.arange(1 << 20, dtype=np.uint32) << 12).view(np.float32)
+    wanted = formats.decode(formats.nearest(x, "split20", "bfloat16"), "split20", "bfloat16")
+    kept = (np.abs(x) >= np.float32(2.0**-134)) & ~is_infinite(x) & ~np.isnan(x)
+    assert_same(wanted[kept], x[kept], "nearest")
+    for byte in range(0, 256, 1 if EXHAUSTIVE else 51):
+        parts = formats.encode(x, "split20", np.full(x.size, byte, np.uint8), "bfloat16")
+        assert_same(formats.decode(parts, "split20", "bfloat16"), wanted, "definition")
+    for step in range(32 if EXHAUSTIVE else 3):
+        assert_same(there_and_back(device, x, "split20", step=step)[1], wanted, "native")
+
+
+def second_array(remainders: np.ndarray, format: str) -> np.ndarray:
+    """What lies beside the weights: the remainders, or two of them in a byte."""
+    return formats.packed(remainders) if format == "split20" else remainders
+
+
 def pairs(remainder_bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Weights and remainders: all 2^24 of int8; of int16 some, or with AMP_MP_EXHAUSTIVE=1 all."""
+    """Weights and remainders: all of 4 and 8 bits; of 16 some, or with AMP_MP_EXHAUSTIVE=1 all."""
     weights = np.arange(1 << 16, dtype=np.uint16)
     remainders = np.arange(-(1 << remainder_bits - 1), 1 << remainder_bits - 1)
-    if remainder_bits == 16 and os.environ.get("AMP_MP_EXHAUSTIVE") != "1":
+    if remainder_bits == 16 and not EXHAUSTIVE:
         remainders = np.concatenate(
             [remainders[:3], remainders[-3:], np.arange(-3, 4), remainders[::997]]
         )
     for part in np.array_split(remainders, -(-remainders.size // 64)):
-        grid = np.broadcast_arrays(weights, part.astype(f"i{remainder_bits // 8}")[:, None])
+        grid = np.broadcast_arrays(weights, part.astype(remainder_kind(remainder_bits))[:, None])
         yield grid[0].reshape(-1), grid[1].reshape(-1)
 
 
-@pytest.mark.parametrize("format", SPLITS)
-@pytest.mark.parametrize("weight", LOW)
+def remainder_kind(bits: int) -> np.dtype[Any]:
+    """NumPy's dtype for remainders of so many bits."""
+    return np.dtype(np.int16 if bits == 16 else np.int8)
+
+
+@pytest.mark.parametrize(("format", "weight"), BESIDE)
 def test_any_pair_is_within_one_unit_of_the_weight(device: str, format: str, weight: str) -> None:
     """Whatever a user writes into a weight, and whatever remainder lies beside it.
 
@@ -109,8 +163,8 @@ def test_any_pair_is_within_one_unit_of_the_weight(device: str, format: str, wei
     for bits, remainders in pairs(formats.REMAINDER_BITS[format]):
         low = torch.from_numpy(bits.view(np.int16).copy()).view(DTYPES[weight]).to(device)
         plain = array(low)
-        remainder = torch.from_numpy(remainders.copy()).to(device)
-        found = array(amp.formats.decode((low, remainder), format))
+        second = torch.from_numpy(second_array(remainders, format).copy()).to(device)
+        found = array(amp.formats.decode((low, second), format))
         finite = np.isfinite(plain)
         assert np.array_equal(np.isnan(found), np.isnan(plain))
         assert np.array_equal(found[np.isinf(plain)], plain[np.isinf(plain)])
@@ -121,7 +175,7 @@ def test_any_pair_is_within_one_unit_of_the_weight(device: str, format: str, wei
         assert (np.abs(found[finite].astype(np.float64) - plain[finite]) <= unit).all()
 
 
-@pytest.mark.parametrize("format", SPLITS)
+@pytest.mark.parametrize("format", ["split32", "split24"])
 def test_splits_of_float16(device: str, format: str) -> None:
     """split32: exact from 2^-16 on, within 2^-40 below. split24: within a 256th of an ulp.
 
@@ -146,30 +200,30 @@ def test_splits_of_float16(device: str, format: str) -> None:
         assert (error[np.abs(wanted) >= 2.0**-16] == 0).all()
 
 
-@pytest.mark.parametrize("format", SPLITS)
-@pytest.mark.parametrize("weight", LOW)
+@pytest.mark.parametrize(("format", "weight"), BESIDE)
 def test_weights_that_no_step_has_written_are_read(device: str, format: str, weight: str) -> None:
     """All 65,536, with every kind of remainder: 0 and not finite stays so, and its sign."""
     bits = np.arange(1 << 16).astype(np.uint16)
-    kind = f"i{formats.REMAINDER_BITS[format] // 8}"
-    most = int(np.iinfo(kind).max)
+    remainder_bits = formats.REMAINDER_BITS[format]
+    most = (1 << remainder_bits - 1) - 1
     low = torch.from_numpy(bits.view(np.int16)).view(DTYPES[weight]).to(device)
     plain = array(low)
     for remainder in (0, 1, -1, most, -most, most // 3):
-        remainders = np.full(bits.size, remainder, kind)
-        found = array(amp.formats.decode((low, torch.from_numpy(remainders).to(device)), format))
+        remainders = np.full(bits.size, remainder, remainder_kind(remainder_bits))
+        second = second_array(remainders, format)
+        found = array(amp.formats.decode((low, torch.from_numpy(second).to(device)), format))
         assert np.array_equal(np.isnan(found), np.isnan(plain))
         same = np.isinf(plain) | (plain == 0) | (remainder == 0)
         assert np.array_equal(found[same], plain[same], equal_nan=True)
         assert np.array_equal(np.signbit(found[plain == 0]), np.signbit(plain[plain == 0]))
         with np.errstate(invalid="ignore"):
-            assert_same(found, formats.decode([bits, remainders], format, weight), "decoded")
+            assert_same(found, formats.decode([bits, second], format, weight), "decoded")
 
 
 # Every format against the definition.
 
 ENCODED = [
-    *((split, weight) for split in SPLITS for weight in LOW),
+    *BESIDE,
     *((format, "bfloat16") for format in amp.formats.NAMES if format not in (*SPLITS, "float32")),
 ]
 
@@ -180,7 +234,8 @@ def test_encoding_equals_the_reference_bit_for_bit(device: str, format: str, wei
     inputs = [random(n, n, special=True) for n in RAGGED]
     inputs += [interesting_floats(), random(4096, 1, 1e-38), random(4096, 2, 1e30)]
     for values in inputs:
-        values = values[: values.size // 32 * 32] if format in WITHOUT_ROWS else values
+        whole = 2 if format == "split20" else 32 if format in WITHOUT_ROWS else 1
+        values = values[: values.size // whole * whole]
         values = np.abs(values) if format in ("ue8m8", "log8", "float16_root") else values
         parts = amp.formats.encode(
             torch.from_numpy(values).to(device),
@@ -190,13 +245,13 @@ def test_encoding_equals_the_reference_bit_for_bit(device: str, format: str, wei
             step=step,
             number=number,
         )
-        bits = formats.stream(values.size, seed, step, number)
+        bits = formats.stream(values.size, seed, step, number, weights=format == "split20")
         with np.errstate(all="ignore"):
             wanted = formats.encode(values, format, bits, weight)
         numbers = formats.decode(wanted, format, weight)
         for part, want in zip(parts, wanted, strict=True):
             found = raw(part).view(want.dtype)
-            if format in WITHOUT_ROWS and want.size == values.size:  # codes of NaN mean nothing
+            if format in formats.GROUPED and want.size == values.size:  # codes of NaN mean nothing
                 found, want = (np.where(np.isnan(numbers), 0, codes) for codes in (found, want))
             assert np.array_equal(found, want), values.size
         decoded = array(amp.formats.decode(parts, format))
@@ -294,7 +349,7 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
         "format": (
             lambda: amp.formats.encode(x, "int4"),
             ValueError,
-            r"format must be one of split32, split24, .*ue8m8, log8; found 'int4'",
+            r"format must be one of split32, split24, split20, .*i8, .*ue8m8, log8; found 'int4'",
         ),
         "format of decode": (
             lambda: amp.formats.decode((x,), "fp8"),
@@ -310,6 +365,16 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
             lambda: amp.formats.encode(x, "split24", weight_dtype=torch.float32),
             ValueError,
             "weight_dtype must be torch.float16 or torch.bfloat16, found torch.float32",
+        ),
+        "float16 beside 4 bits": (
+            lambda: amp.formats.encode(x[:32], "split20", weight_dtype=torch.float16),
+            ValueError,
+            "split20.*bfloat16.*found torch.float16",
+        ),
+        "half a byte": (
+            lambda: amp.formats.encode(x, "split20"),
+            ValueError,
+            r"split20.*33 elements",
         ),
         "groups": (
             lambda: amp.formats.encode(x, "m8"),
