@@ -44,6 +44,8 @@ class Memory {
 size_t bytes_of(Format f) { return size_t(kFormats[int(f)].width); }
 size_t second_bytes_of(Format f) { return size_t(kFormats[int(f)].second_width); }
 bool is_grouped(Format f) { return kFormats[int(f)].is(kGrouped); }
+// How many elements share one of the second array: an array has whole groups.
+size_t group_of(Format f) { return size_t(kFormats[int(f)].group); }
 
 // n numbers in a format; or no array at all.
 struct StoredArray {
@@ -58,8 +60,7 @@ struct StoredArray {
         n(count),
         format(f),
         data(n * bytes_of(f), skew * bytes_of(f)),
-        second((is_grouped(f) ? n / kGroup : n) * second_bytes_of(f),
-               second_skew * second_bytes_of(f)) {}
+        second(n / group_of(f) * second_bytes_of(f), second_skew * second_bytes_of(f)) {}
 
   Array array() const {
     if (!exists) return {nullptr, F::float32};
@@ -108,7 +109,7 @@ struct StoredArray {
   }
   bool dtype_is_bfloat16() const {
     return format == F::bfloat16_float32 || format == F::bfloat16_split32 ||
-           format == F::bfloat16_split24;
+           format == F::bfloat16_split24 || format == F::bfloat16_split20;
   }
 
   // Groups that no step has stored yet, all of them zero, and groups of NaN.
@@ -148,6 +149,6 @@ std::vector<float> numbers(size_t n, size_t seed, float spread, bool positive = 
   return x;
 }
 
-size_t to_groups(size_t n) { return (n + kGroup - 1) / kGroup * kGroup; }
+size_t to_groups(size_t n, size_t group = kGroup) { return (n + group - 1) / group * group; }
 
 }  // namespace

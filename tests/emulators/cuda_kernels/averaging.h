@@ -1,14 +1,18 @@
 #pragma once
-// Averaging passes of both sides, between all pairs of formats that masters are stored in.
+// Averaging passes of both sides, between all pairs of formats: masters in any, and averages, which
+// draw no random bits.
 #include "cuda/tensor_table.h"
 #include "measuring.h"
 
 namespace {
 
-std::vector<Format> formats_of_masters() {
+std::vector<Format> formats_of_masters(bool of_averages) {
   std::vector<Format> list;
-  for (int f = 0; f < kFormatCount; ++f)
-    if (kFormats[f].is(kForMaster) && !kFormats[f].is(kRandom)) list.push_back(Format(f));
+  for (int f = 0; f < kFormatCount; ++f) {
+    const bool is_written = !kFormats[f].is(kRandom), is_read = is_written || is_split(Format(f));
+    if (kFormats[f].is(kForMaster) && (of_averages ? is_written : is_read))
+      list.push_back(Format(f));
+  }
   return list;
 }
 
@@ -17,13 +21,14 @@ struct Averages {
   std::vector<StoredArray> to, from;
 
   Averages(const std::vector<size_t>& sizes, size_t count, unsigned seed) {
-    const std::vector<Format> formats = formats_of_masters();
+    const std::vector<Format> written = formats_of_masters(true), read = formats_of_masters(false);
     std::mt19937 random(seed);
     const auto skew = [&] { return random() % 4 == 0 ? 1 + random() % 7 : 0; };
     for (size_t p = 0; p < count; ++p) {
-      const size_t n = sizes[p % sizes.size()];
-      to.emplace_back(n, formats[p % formats.size()], skew(), skew());
-      from.emplace_back(n, formats[p / formats.size() % formats.size()], skew(), skew());
+      const Format source = read[p / written.size() % read.size()];
+      const size_t n = to_groups(sizes[p % sizes.size()], group_of(source));
+      to.emplace_back(n, written[p % written.size()], skew(), skew());
+      from.emplace_back(n, source, skew(), skew());
       const bool tiny = random() % 4 == 0;  // below the smallest float16
       to[p].fill(numbers(n, p, tiny ? 1e-8f : 3.0f), true);
       if (random() % 4 == 0) {

@@ -60,9 +60,9 @@ int main(int argc, char** argv) {
   copy_both(kEdges, kFormatCount * kFormatCount);
   copy_both(kRagged, quick ? kRagged.size() : 5 * kFormatCount);
   lengths(copy_both, cuda::TensorTable<4, RandomStream>::kCapacity, quick);
-  const size_t formats = formats_of_masters().size();
-  average_both(kEdges, formats * formats);
-  average_both(kRagged, quick ? kRagged.size() : 5 * formats);
+  const size_t written = formats_of_masters(true).size(), read = formats_of_masters(false).size();
+  average_both(kEdges, written * read);
+  average_both(kRagged, quick ? kRagged.size() : 5 * read);
   lengths(average_both, cuda::TensorTable<4>::kCapacity, quick);
   change_both({1, 63, 64, 65, 257, 4099, 16384, 16385, 40001}, quick ? 21 : 63);
   lengths(change_both, cuda::TensorTable<3>::kCapacity, quick);

@@ -1,5 +1,7 @@
 #pragma once
 // Copy passes of both sides, between all pairs of formats.
+#include <algorithm>
+
 #include "cuda/tensor_table.h"
 #include "measuring.h"
 
@@ -16,8 +18,8 @@ struct Pairs {
     for (size_t p = 0; p < count; ++p) {
       const Format target = Format(p % kFormatCount),
                    source = Format(p / kFormatCount % kFormatCount);
-      size_t n = sizes[p % sizes.size()];
-      if (is_grouped(target) || is_grouped(source)) n = to_groups(n);
+      const size_t n =
+          to_groups(sizes[p % sizes.size()], std::max(group_of(target), group_of(source)));
       const auto skew = [&] { return random() % 4 == 0 ? 1 + random() % 7 : 0; };
       to.emplace_back(n, target, skew(), skew());
       from.emplace_back(n, source, skew(), skew());

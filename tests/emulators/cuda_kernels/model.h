@@ -15,20 +15,15 @@ struct Kept {
   Format copy;  // of a float32 weight
 };
 constexpr Kept kKept[13] = {
-    {F::float32, true, F::bfloat16},
-    {F::bfloat16_split24, false, {}},
-    {F::bfloat16_stochastic, false, {}},
-    {F::bfloat16_float32, false, {}},
-    {F::float32, true, F::float16},
-    {F::float16_split24, false, {}},
-    {F::float16, false, {}},
-    {F::bfloat16_split32, false, {}},
-    {F::float16_float32, false, {}},
-    {F::float16_stochastic, false, {}},
-    {F::float32, false, {}},
-    {F::float16_split32, false, {}},
-    {F::bfloat16, false, {}},
+    {F::float32, true, F::bfloat16},  // every second time beside F::float16
+    {F::bfloat16_split24, false, {}},   {F::bfloat16_stochastic, false, {}},
+    {F::bfloat16_float32, false, {}},   {F::bfloat16_split20, false, {}},
+    {F::float16_split24, false, {}},    {F::float16, false, {}},
+    {F::bfloat16_split32, false, {}},   {F::float16_float32, false, {}},
+    {F::float16_stochastic, false, {}}, {F::float32, false, {}},
+    {F::float16_split32, false, {}},    {F::bfloat16, false, {}},
 };
+// Every second time i8 in place of m8.
 constexpr Format kMoments[5] = {F::m8, F::float32, F::bfloat16_stochastic, F::float16, F::bfloat16};
 constexpr Format kFirstSquares[10] = {
     F::log8,  F::ue8m8,   F::float32, F::float16,      F::float16_root, F::bfloat16_stochastic,
@@ -43,13 +38,14 @@ struct Preset {
   Kept kept;
   Format moment, square;
 };
-constexpr Preset kPresets[7] = {
+constexpr Preset kPresets[8] = {
     {{F::float32, false, {}}, F::float32, F::float32},
     {{F::float32, true, F::bfloat16}, F::float32, F::float32},
     {{F::bfloat16_split32, false, {}}, F::float32, F::float32},
     {{F::bfloat16_split24, false, {}}, F::bfloat16_stochastic, F::ue8m8},
     {{F::bfloat16_split24, false, {}}, F::m8, F::ue8m8},
     {{F::bfloat16_split24, false, {}}, F::m8, F::log8},
+    {{F::bfloat16_split20, false, {}}, F::m8, F::log8},
     {{F::bfloat16_split24, false, {}}, F::m8, F::float32},  // of no preset, but like two of them
 };
 
@@ -91,16 +87,20 @@ Tensor make_tensor(size_t n, size_t t, bool presets, bool bad, int states, int s
   const auto skew = [&](size_t which) {
     return t % 16 == 2 || (t % 4 == 1 && t / 4 % 9 == which) ? 1 + t % 7 : 0;
   };
-  const Preset& preset = kPresets[t % 7];
-  const Kept& kept = presets ? preset.kept : kKept[t % 13];
+  const Preset& preset = kPresets[t % 8];
+  Kept kept = presets ? preset.kept : kKept[t % 13];
+  if (kept.has_copy && !presets && t / 13 % 2 == 1) kept.copy = F::float16;
+  if (n % group_of(kept.master) != 0) kept.master = F::bfloat16_split24;
   const auto whole_groups = [&](Format f) {
-    return is_grouped(f) && n % kGroup != 0 ? F::bfloat16_stochastic : f;
+    return n % group_of(f) != 0 ? F::bfloat16_stochastic : f;
   };
   // Cycles of 10 and 6 tensors have half of their pairs; the shift makes the others, too.
   const size_t shift = squares == 0b11 ? t / 30 : 0;
   const Format of_square = presets ? preset.square : kSquares[(t + shift) % 6],
                of_first = presets ? preset.square : kFirstSquares[t % 10],
-               of_moment = presets ? preset.moment : kMoments[t % 5];
+               of_moment = presets       ? preset.moment
+                           : t % 10 == 5 ? F::i8
+                                         : kMoments[t % 5];
   const Format first = whole_groups(squares & 0b1 ? of_first : of_moment),
                second = whole_groups(squares & kHasDirection ? F::bfloat16
                                      : squares & 0b10        ? of_square
@@ -234,7 +234,7 @@ Shape repeated(const std::vector<size_t>& cycle, size_t count, int per_group, si
 // The presets in sizes of whole groups, and with every kind of gradient.
 Shape presets() {
   Shape shape = {{}, 5, 0, true};
-  for (size_t t = 0; t < 7 * 13; ++t) shape.sizes.push_back(to_groups(kEdges[t % kEdges.size()]));
+  for (size_t t = 0; t < 8 * 13; ++t) shape.sizes.push_back(to_groups(kEdges[t % kEdges.size()]));
   return shape;
 }
 
