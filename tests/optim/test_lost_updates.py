@@ -114,6 +114,7 @@ DECAYS: dict[str, Callable[[Any, float], Any]] = {
     "LAMB": lambda p, d: amp.optim.LAMB(p, betas=(0.9, d), memory="micro"),
     "RMSprop": lambda p, d: amp.optim.RMSprop(p, alpha=d, memory="micro"),
     "Adadelta": lambda p, d: amp.optim.Adadelta(p, rho=d, memory="micro"),
+    "AdamW, nano": lambda p, d: amp.optim.AdamW(p, betas=(0.9, d), memory="nano"),
     "AdamW, exp_avg_sq": lambda p, d: amp.optim.AdamW(p, betas=(0.9, d), exp_avg_sq="log8"),
 }
 
@@ -150,6 +151,21 @@ def test_an_added_group_with_log8() -> None:
     assert len(optimizer.param_groups) == 1
     (found,) = caught(lambda: optimizer.add_param_group({**group, "betas": (0.9, 0.995)}))
     assert found.filename == __file__
+
+
+def test_half_a_byte_at_rates_that_it_drowns_in_noise() -> None:
+    """A new group's rate before any schedule; a warm-up from 0 and other masters say nothing."""
+    for lr, count in ((1e-6, 1), (torch.tensor(1e-6), 1), (1e-4, 0), (0.0, 0)):
+        found = caught(lambda lr=lr: amp.optim.SGD([weight()], lr=lr, memory="nano"))
+        assert len(found) == count, lr
+        for each in found:
+            assert "lr=1e-06" in str(each.message)
+            assert each.filename == __file__
+    assert len(caught(lambda: amp.optim.SGD([weight()], lr=1e-6, master="split20"))) == 1
+    assert caught(lambda: amp.optim.SGD([weight()], lr=1e-6, memory="lean")) == []
+    optimizer = amp.optim.SGD([weight()], lr=1e-3, memory="lean")
+    group = {"params": [weight()], "memory": "nano", "lr": 1e-6}
+    assert len(caught(lambda: optimizer.add_param_group(group))) == 1
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adam", "RMSprop", "Adagrad"])

@@ -279,7 +279,7 @@ def test_large_stacks_are_cut() -> None:
 
 
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
-@pytest.mark.parametrize("memory", ["exact", "lean", "tiny"])
+@pytest.mark.parametrize("memory", ["exact", "lean", "tiny", "nano"])
 def test_states_of_a_model_go_into_a_file_and_back(
     device: str, memory: str, way: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_formats as formats
 import rules
 import torch
 from helpers import DTYPES, array, assert_same, is_gpu, on, random
@@ -140,15 +141,51 @@ def test_muon_equals_the_reference_bit_for_bit(device: str, weight: str, grad: s
     check(device, weight, grad, master="float32")
 
 
-@pytest.mark.parametrize("memory", rules.STORAGES)
-@pytest.mark.parametrize("weight", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("memory", "weight"), rules.cases(rules.STORAGES, ["float16", "bfloat16"]))
 def test_every_preset_equals_the_reference(device: str, memory: str, weight: str) -> None:
     check(device, weight, "bfloat16", memory=memory, seed=7)
 
 
-@pytest.mark.parametrize("storage", ["float16", "m8", "bfloat16"])
+@pytest.mark.parametrize("storage", ["float16", "m8", "i8", "bfloat16"])
 def test_every_momentum_equals_the_reference(device: str, storage: str) -> None:
     check(device, "float32", "float16", momentum_buffer=storage, seed=3)
+
+
+def test_momentum_of_an_older_file_goes_into_equal_steps_and_back(device: str) -> None:
+    """Decoded, and encoded with the bits of step 0."""
+    params = [nn.Parameter(on(device, random(64 * 96, 1), torch.bfloat16).view(64, 96))]
+    optimizer = amp.optim.Muon(params, lr=0.01, memory="tiny", momentum_buffer="m8", seed=5)
+    for step in range(3):
+        params[0].grad = on(device, random(64 * 96, 10 + step), torch.bfloat16).view(64, 96)
+        optimizer.step()
+    values = found_state(optimizer.state[params[0]], "momentum_buffer", "m8")
+    bits = formats.stream(64 * 96, 5)
+    for format, own in (("i8", {}), ("m8", {"momentum_buffer": "m8"})):
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer = amp.optim.Muon(params, lr=0.01, memory="tiny", **own)
+        optimizer.load_state_dict(saved)
+        state = optimizer.state[params[0]]
+        names = {f"momentum_buffer_{format}", f"momentum_buffer_{format}_scale"}
+        assert {n for n in state if n.startswith("momentum")} == names
+        values = formats.decode(formats.encode(values, format, bits), format)
+        assert_same(found_state(state, "momentum_buffer", format), values, format)
+
+
+@pytest.mark.parametrize(
+    ("memory", "wanted"),
+    [
+        ("exact", "float32"),
+        ("lean", "bfloat16"),
+        *((m, "i8") for m in ("tiny", "micro", "nano", "masterless")),
+    ],
+)
+def test_presets_choose_the_momentum(memory: str, wanted: str) -> None:
+    """Equal steps where updates are made of whole matrices; SGD's momentum keeps m8."""
+    param = nn.Parameter(torch.ones(4, 32))
+    for kind, own in ((amp.optim.Muon, {}), (amp.optim.SGD, {"momentum": 0.9})):
+        group = kind([param], memory=memory, **own).param_groups[0]
+        expected = "m8" if wanted == "i8" and kind is amp.optim.SGD else wanted
+        assert group["momentum_buffer"] == expected
 
 
 @pytest.mark.parametrize("weight", ["float16", "bfloat16"])

@@ -369,7 +369,7 @@ def api_errors() -> dict[str, tuple[Callable[[], Any], type, str]]:
         "float16 beside 4 bits": (
             lambda: amp.formats.encode(x[:32], "split20", weight_dtype=torch.float16),
             ValueError,
-            "split20.*bfloat16.*found torch.float16",
+            "weight_dtype must be torch.bfloat16.*found torch.float16",
         ),
         "half a byte": (
             lambda: amp.formats.encode(x, "split20"),
