@@ -98,10 +98,14 @@ class Bound:
         self.largest = torch.maximum(self.largest, m.abs())
         relative: Any = 2.0**-20 if MASTER_BITS[self.preset] == 24 else 2.0**-7
         error = relative * self.largest
-        if self.preset in ("tiny", "micro", "masterless") and m.dim() > 1 and m.shape[-1] % 32 == 0:
+        if (
+            self.preset in ("tiny", "micro", "nano", "masterless")
+            and m.dim() > 1
+            and m.shape[-1] % 32 == 0
+        ):
             error = largest_of_32(self.largest) * 3 / 64
         root = (v / (1 - 0.999**count)).sqrt() + 1e-8
-        if self.preset in ("micro", "masterless") and m.dim() > 1 and m.shape[-1] % 32 == 0:
+        if self.preset in ("micro", "nano", "masterless") and m.dim() > 1 and m.shape[-1] % 32 == 0:
             floor = v < 2.0**-26 * 64 / 31 * largest_of_32(v)
             error, relative = 1.2 * error, torch.where(floor, 1.0, 0.2)
         self.off += LR / (1 - 0.9**count) * (error + relative * m.abs()) / root
@@ -160,7 +164,7 @@ def test_a_file_of_pure_bfloat16_weights_makes_them_the_masters(
         found = ours.torch_state_dict()["state"]
         for number, state in theirs.state_dict()["state"].items():
             assert float(found[number]["step"]) == 3
-            if preset not in ("tiny", "micro", "masterless"):
+            if preset not in ("tiny", "micro", "nano", "masterless"):
                 assert torch.equal(found[number]["exp_avg"], state["exp_avg"].float())
 
 

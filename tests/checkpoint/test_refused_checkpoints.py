@@ -201,7 +201,7 @@ class Fails(nn.Linear):
     fails = False
 
 
-@pytest.mark.parametrize("target", ["torch", "float32", "exact", "lean", "micro"])
+@pytest.mark.parametrize("target", ["torch", "float32", "exact", "lean", "micro", "nano"])
 @pytest.mark.parametrize("failing", ["module", "scheduler", "milestones"])
 def test_an_object_that_refuses_its_state_leaves_all_as_it_was(
     failing: str, target: str, tmp_path: Path

@@ -105,7 +105,9 @@ class Training:
 
 
 CASES = [
-    *paired(["plain", "released", "offloaded", "tied"], ["float32", "exact", "lean", "micro"]),
+    *paired(
+        ["plain", "released", "offloaded", "tied"], ["float32", "exact", "lean", "micro", "nano"]
+    ),
     ("plain", "torch"),
 ]
 

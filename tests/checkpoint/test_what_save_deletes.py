@@ -190,7 +190,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-@pytest.mark.parametrize("target", ["torch", "exact", "micro"])
+@pytest.mark.parametrize("target", ["torch", "exact", "nano"])
 def test_damaged_metadata_is_an_error_with_its_path(case: str, target: str, tmp_path: Path) -> None:
     model = network()
     pair = (model, torch.optim.AdamW(model.parameters())) if target == "torch" else make(target)

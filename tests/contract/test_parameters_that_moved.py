@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import array, assert_same, on, random, state_names, through_a_file
-from rules import (
-    ADAM,
-    RULES,
-    STORAGES,
-    Expected,
-    found_master,
-    found_state,
-)
+from helpers import array, assert_same, on, random, raw_bytes, state_names, through_a_file
+from rules import ADAM, RULES, STORAGES, Expected, found_master, found_state, is_allowed
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -57,8 +51,18 @@ DTYPE_CHANGES: dict[str, tuple[torch.dtype, Callable[[nn.Module], object]]] = {
 }
 
 
-@pytest.mark.parametrize("change", DTYPE_CHANGES)
-@pytest.mark.parametrize("storage", STORAGES)
+ENDS_IN_HALF = ("float32, half()", "bfloat16, half()", "bfloat16, .data")
+
+
+def takes(storage: str, change: str) -> bool:
+    """Whether the preset takes the weights before and after the change."""
+    after = torch.float16 if change in ENDS_IN_HALF else torch.bfloat16
+    return is_allowed(storage, DTYPE_CHANGES[change][0], after)
+
+
+@pytest.mark.parametrize(
+    ("storage", "change"), [c for c in itertools.product(STORAGES, DTYPE_CHANGES) if takes(*c)]
+)
 @pytest.mark.parametrize("rule", ["adamw", "lion", "lamb"])
 def test_training_goes_on_in_another_dtype(
     device: str, rule: str, storage: str, change: str
@@ -92,6 +96,26 @@ def test_training_goes_on_in_another_dtype(
         assert_same(found_state(state, name, want.formats[name]), values, name)
     if param.dtype == torch.float32:
         assert not [name for name in state if name.startswith(("master", "remainder"))]
+
+
+@pytest.mark.parametrize("change", ["bfloat16, half()", "bfloat16, .data"])
+def test_half_a_byte_beside_float16_is_refused_by_name(device: str, change: str) -> None:
+    """Nothing changes, and with another master the same optimizer goes on."""
+    model = weight_of(torch.bfloat16, device)
+    optimizer = amp.optim.AdamW(model.named_parameters(), **ADAM, **STORAGES["nano"])
+    model.weight.grad = grad_of(model.weight, 0)
+    optimizer.step()
+    DTYPE_CHANGES[change][1](model)
+    model.weight.grad = grad_of(model.weight, 1)
+    before = raw_bytes([model.weight.detach(), *optimizer.state[model.weight].values()])
+    with pytest.raises(ValueError, match=r"weight.*torch.float16.*split20"):
+        optimizer.step()
+    state = optimizer.state[model.weight]
+    assert raw_bytes([model.weight.detach(), *state.values()]) == before
+    optimizer.param_groups[0]["master"] = "split24"
+    optimizer.step()
+    assert "remainder8_float16" in state
+    assert "remainder4" not in state
 
 
 @pytest.mark.parametrize("storage", ["exact", "lean", "tiny", "micro"])

@@ -142,7 +142,7 @@ def own_file(memory: Any) -> tuple[float, str, str]:
     return apart(whole(model), whole(again)), refused, refused_weights
 
 
-@pytest.mark.parametrize("memory", ["exact", "micro"])
+@pytest.mark.parametrize("memory", ["exact", "nano"])
 def test_each_rank_loads_its_own_file_and_no_others(memory: str) -> None:
     for rank, (difference, *refused) in enumerate(on_ranks(2, own_file, memory)):
         assert difference == 0

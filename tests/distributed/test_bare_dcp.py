@@ -28,7 +28,7 @@ import amp_mp as amp
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 LOW = torch.bfloat16
-PRESETS = ("float32", "exact", "lean", "micro")
+PRESETS = ("float32", "exact", "lean", "micro", "nano")
 if LARGE:
     PRESETS += ("tiny",)
 SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (64, 8, 2, 2), (1,)]
@@ -84,7 +84,7 @@ def in_memory(way: str, preset: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("way", "preset"),
-    itertools.product(OPTIONS, PRESETS) if LARGE else in_turn(OPTIONS, ("exact", "micro")),
+    itertools.product(OPTIONS, PRESETS) if LARGE else in_turn(OPTIONS, ("exact", "micro", "nano")),
 )
 def test_state_dicts_with_any_of_torchs_options(way: str, preset: str) -> None:
     assert on_ranks(2, in_memory, way, preset) == [[], []]
@@ -118,7 +118,7 @@ ROUTES += [(("columns fsdp", 4), ("fsdp", 1)), (("fsdp", 1), ("columns fsdp", 4)
 def test_directories_between_numbers_of_processes(
     saved: tuple[str, int], loaded: tuple[str, int], way: str, tmp_path: Path
 ) -> None:
-    for preset in PRESETS if LARGE else ("micro",):
+    for preset in PRESETS if LARGE else ("nano",):
         path = str(tmp_path / preset)
         on_ranks(saved[1], save, saved[0], preset, path, way)
         assert on_ranks(loaded[1], load, loaded[0], preset, path, way) == [[]] * loaded[1], preset

@@ -22,6 +22,7 @@ from layouts import (
     train,
 )
 from ranks import LARGE, on_ranks
+from rules import is_allowed
 from tiers import full, tiered
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -38,7 +39,7 @@ LOW = torch.bfloat16
 SHAPES = [(96, 64), (33, 96), (1, 33), (33,), (3, 64), (64, 8, 2, 2), (1,)]
 HALF = torch.float16
 FLOAT = torch.float32
-PRESETS = ("float32", "exact", "lean", "micro")
+PRESETS = ("float32", "exact", "lean", "micro", "nano")
 if LARGE:
     PRESETS += ("tiny",)
 PLACES = [("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("columns fsdp", 4), ("hsdp", 4)]
@@ -92,11 +93,15 @@ def convert(path: str, preset: str, dtype: torch.dtype, saved: str, of: torch.dt
     amp.checkpoint.load(path, model, optimizer)
     plain, plain_optimizer = trained(None, saved, 3, of)
     short = [
-        p in ("lean", "tiny", "micro") for p, d in ((saved, of), (preset, dtype)) if d != FLOAT
+        p in ("lean", "tiny", "micro", "nano")
+        for p, d in ((saved, of), (preset, dtype))
+        if d != FLOAT
     ]
     # Half a unit; a whole one where a split would have rounded to another weight than the file's.
     converts = (saved, of) != (preset, dtype)
     bound, least = (2.0 ** -(16 - converts) if any(short) else 0.0), 1e-38
+    if preset == "nano" and dtype == LOW and converts:
+        bound = 2.0**-11
     if HALF in (of, dtype) and converts:
         # Below 2^-14 float16 has places of 2^-24, which a remainder divides by 2^16 or 2^8.
         least = 2.0 ** -(24 + (8 if any(short) else 16))
@@ -112,7 +117,9 @@ def convert(path: str, preset: str, dtype: torch.dtype, saved: str, of: torch.dt
 
 
 KINDS = [(preset, LOW) for preset in PRESETS] + [("exact", FLOAT), ("micro", FLOAT)]
-KINDS += [(preset, HALF) for preset in PRESETS if LARGE or preset == "lean"]
+KINDS += [
+    (preset, HALF) for preset in PRESETS if (LARGE or preset == "lean") and is_allowed(preset, HALF)
+]
 
 
 ALL, SOME = range(len(KINDS)), (1,)  # how far a kind is behind another one in KINDS
@@ -162,7 +169,7 @@ def read_theirs(layout: str, preset: str, path: str) -> list[str]:
     for (name, values), param in zip(plain.named_parameters(), model.parameters(), strict=True):
         own = local(placed_as(param, values.detach()))
         error = (local(masters[name]).float() - own).abs()
-        bound = 1e-38 if exact else own.abs() * 2.0**-16 + 1e-38
+        bound = 1e-38 if exact else own.abs() * 2.0 ** -(11 if preset == "nano" else 16) + 1e-38
         state = optimizer.state[param]
         if not bool((error <= bound).all()):
             found.append(f"{name} is {float(error.max())} off")

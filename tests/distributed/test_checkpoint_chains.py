@@ -23,7 +23,7 @@ from layouts import (
 )
 from layouts import digests as digests_of
 from ranks import LARGE, on_ranks
-from rules import RULES
+from rules import RULES, cases
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -100,6 +100,7 @@ def run(rule: str, memory: str, dtype: torch.dtype, layout: str, number: int, pa
 
 CASES = [
     ("adamw", "micro", torch.float16),
+    ("adamw", "nano", torch.bfloat16),
     ("sgd", "lean", torch.bfloat16),
     ("lion", "tiny", torch.bfloat16),
     ("lamb", "exact", torch.bfloat16),
@@ -107,15 +108,10 @@ CASES = [
     ("adagrad", "micro", torch.bfloat16),
     ("amsgrad adamw", "exact", torch.bfloat16),
 ]
-LONG = [
-    (r, m, d)
-    for r in RULES
-    for m in ("exact", "tiny", "micro")
-    for d in (torch.bfloat16, torch.float16)
-]
+LONG = cases(RULES, ("exact", "tiny", "micro", "nano"), (torch.bfloat16, torch.float16))
 
 
-@pytest.mark.parametrize(("rule", "memory", "dtype"), LONG if LARGE else CASES[:1])
+@pytest.mark.parametrize(("rule", "memory", "dtype"), LONG if LARGE else CASES[:2])
 def test_a_chain_of_layouts_has_the_bits_of_one_process(
     rule: str, memory: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 LOW = torch.bfloat16
 SPLITS = [("fsdp", 2), ("hsdp", 4), ("tp fsdp", 4)]
-PRESETS = ["float32", "exact", "lean", "tiny", "micro", "masterless"]
+PRESETS = ["float32", "exact", "lean", "tiny", "micro", "nano", "masterless"]
 
 
 def loss_of(net: nn.Module, step: int) -> Tensor:
@@ -50,7 +50,7 @@ def released(layout: str, presets: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("layout", "world", "presets"),
-    [("hsdp", 4, ["exact", "micro"]), *(full((*split, PRESETS)) for split in SPLITS)],
+    [("hsdp", 4, ["exact", "micro", "nano"]), *(full((*split, PRESETS)) for split in SPLITS)],
 )
 def test_release_is_the_step_at_the_end(layout: str, world: int, presets: list[str]) -> None:
     for rank in on_ranks(world, released, layout, presets):

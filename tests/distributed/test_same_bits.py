@@ -21,7 +21,7 @@ from layouts import (
     shard,
 )
 from ranks import LARGE, on_ranks
-from rules import OF_MATRICES, RULES, STORAGES
+from rules import OF_MATRICES, RULES, STORAGES, is_allowed
 from tiers import pairs, tiered
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -46,14 +46,17 @@ LAYERWISE = [name for name, (kind, _) in RULES.items() if rules_of(kind)[0].is_l
 BY_ELEMENT = [name for name in RULES if name not in LAYERWISE or name.startswith("lamb")]
 BY_LAYER = LAYERWISE if LARGE else LAYERWISE[::2]
 SOME_RULES = BY_ELEMENT if LARGE else BY_ELEMENT[::2]
-SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro", "masterless"]
+SOME_PRESETS = list(STORAGES) if LARGE else ["exact", "micro", "nano", "masterless"]
 UNGROUPED = {"moment": "bfloat16", "square": "ue8m8"}
 DTYPES = (LOW, torch.float16, torch.float32) if LARGE else (LOW, torch.float32)
 combined = itertools.product if LARGE else pairs
 
 
-def has_groups(param: Tensor) -> bool:
-    """Whether a state of 8 bits fits: a group of 32 lies in one row, and in one shard of it."""
+def has_groups(param: Tensor, group: int = 32) -> bool:
+    """Whether each group of neighbours lies in one row, and in one shard of it.
+
+    A state of 8 bits has groups of 32, and split20's remainders are in pairs.
+    """
     rows = [n for n in param.shape if n > 1]
     if len(rows) < 2:
         return False
@@ -62,9 +65,9 @@ def has_groups(param: Tensor) -> bool:
         for size, at in zip(param.device_mesh.shape, param.placements, strict=True):
             if not at.is_replicate():
                 cut[at.dim] *= size
-    if param.shape[-1] % (32 * cut[-1]) == 0:
+    if param.shape[-1] % (group * cut[-1]) == 0:
         return True
-    return math.prod(param.shape[1:]) % 32 == 0 and not any(n > 1 for n in cut[1:])
+    return math.prod(param.shape[1:]) % group == 0 and not any(n > 1 for n in cut[1:])
 
 
 def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -> tuple[Any, ...]:
@@ -80,8 +83,10 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
         kinds.pop("square_avg")
     plain_groups: list[dict[str, Any]] = [{"params": [p]} for p in whole.parameters()]
     for group, param in zip(plain_groups, split, strict=True):
-        if preset in ("tiny", "micro", "masterless") and not has_groups(param):
+        if preset in ("tiny", "micro", "nano", "masterless") and not has_groups(param):
             group.update({name: UNGROUPED[k] for name, k in kinds.items() if k in UNGROUPED})
+        if preset == "nano" and not has_groups(param, 2):
+            group["master"] = "split24"
     for group in (*groups, *plain_groups) if rule == "hyperball" else ():
         group["hyperball"] = group["params"][0].dim() > 1
     found: list[Any] = []
@@ -99,6 +104,8 @@ def both(layout: str, dtype: torch.dtype, rule: str, preset: str, **more: Any) -
 def compare(layout: str, rules: list[str], presets: list[str], **more: Any) -> list[str]:
     found = []
     for dtype, rule, preset in combined(DTYPES, rules, presets):
+        if not is_allowed(preset, dtype):
+            continue
         optimizer, split, _, plain, whole, _ = both(layout, dtype, rule, preset, **more)
         label = f"{rule}, {preset}, {dtype}: "
         found += [label + text for text in differences(split, optimizer, whole, plain)]

@@ -58,7 +58,7 @@ def load(layout: str, preset: str, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), PLACES if LARGE else tiered(PLACES, PLACES[1:3]))
-@pytest.mark.parametrize("preset", ["exact", "micro"])
+@pytest.mark.parametrize("preset", ["exact", "nano"])
 def test_it_writes_what_was_there_at_the_call(
     layout: str, ranks: int, preset: str, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ import amp_mp as amp
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 LOW = torch.bfloat16
-MEMORY = ["exact", "lean", "micro", "float32"]
+MEMORY = ["exact", "lean", "micro", "nano", "float32"]
 SEQUENCES = 17 if LARGE else 2  # for each layout and number of processes
 
 

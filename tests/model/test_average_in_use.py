@@ -13,6 +13,7 @@ import torch
 from averages import LOW, STORAGES, make, rounded_weights, train
 from helpers import LOSES_UPDATES, raw_bytes, through_a_file, warns
 from interrupting import interrupted, lines_of
+from rules import cases
 from torch import nn
 
 import amp_mp as amp
@@ -27,8 +28,7 @@ def bytes_of(model: nn.Module, optimizer: Any) -> Any:
 # The averages in the model for a while.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("storage", "dtype"), cases(STORAGES, [torch.float32, *LOW]))
 def test_training_goes_on_bit_for_bit_after_a_swap(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from averages import LOW, STORAGES, Model, make, rounded_weights, train
 from helpers import array, raw_bytes, warns
 from numpy.typing import NDArray
+from rules import cases
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -54,8 +55,7 @@ def test_an_average_of_bfloat16_weights_moves_where_torchs_stands_still(device: 
     assert np.abs(array(found) - exact).max() < 346 * 2.0**-25 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("storage", "dtype"), cases(STORAGES, [torch.float32, *LOW]))
 def test_it_is_the_float64_average_of_the_masters(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:

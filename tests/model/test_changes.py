@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rules import RULES, STORAGES
+from rules import RULES, STORAGES, cases, is_allowed
 from tiers import paired, pairs, tiered
 from torch import Tensor, nn
 
@@ -120,7 +120,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("rule", "memory", "dtype"),
-    tiered(itertools.product(RULES, STORAGES, LOW), pairs(RULES_OF_LOOPS, STORAGES, LOW)),
+    tiered(cases(RULES, STORAGES, LOW), pairs(RULES_OF_LOOPS, STORAGES, LOW, allowed=is_allowed)),
 )
 def test_bits_are_those_of_torch_ne(
     device: str, rule: str, memory: str, dtype: torch.dtype
@@ -131,7 +131,9 @@ def test_bits_are_those_of_torch_ne(
     train(model, optimizer, copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(("memory", "dtype"), paired(["exact", "lean", "float32"], LOW))
+@pytest.mark.parametrize(
+    ("memory", "dtype"), paired(["exact", "lean", "float32", "nano"], LOW, allowed=is_allowed)
+)
 def test_muon(device: str, memory: str, dtype: torch.dtype) -> None:
     model = Weights([(64, 48), (256,), (33, 70)], device, dtype)
     optimizer = amp.optim.Muon(model, check_overflow=True, memory=memory, **MUON)
@@ -268,7 +270,7 @@ def test_several_optimizers_and_new_ones(device: str) -> None:
         optimizer = [
             amp.optim.AdamW(params[:2], lr=1e-3),
             amp.optim.SGD(params, lr=1e-2),
-            amp.optim.Lion(params[1:], lr=1e-3, memory="micro"),
+            amp.optim.Lion(params[1:], lr=1e-3, memory="nano"),
         ][number % 3]
         before = snapshot(model)
         give_gradients(model, number)

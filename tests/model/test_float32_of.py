@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rules import STORAGES
+from rules import STORAGES, cases
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -42,8 +42,7 @@ def test_before_a_step_it_is_what_prepare_has_rounded(device: str, dtype: torch.
     assert torch.equal(amp.float32_of(layer.weight), full)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("name", "dtype"), cases(OPTIMIZERS, LOW))
 def test_after_steps_it_is_the_master_also_without_its_optimizer(
     device: str, dtype: torch.dtype, name: str
 ) -> None:
@@ -56,6 +55,8 @@ def test_after_steps_it_is_the_master_also_without_its_optimizer(
     close = 0.0 if name in ("float32", "FP16_Optimizer") else 2.0**-24
     if name in ("lean", "tiny", "micro"):
         close = 3 * 2.0**-19
+    if name == "nano":
+        close = 3 * 2.0**-14  # rounded at random: by less than a 16th of a weight's last place
     for _ in range(2):
         found = amp.float32_of(layer.weight, optimizer)
         assert (found - wanted).abs().max() <= close

@@ -24,6 +24,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 INNER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     **wrapping.INNER,
     "amp AdamW exact": lambda params: amp.optim.AdamW(params, lr=0.01),
+    "amp AdamW nano": lambda p: amp.optim.AdamW(p, lr=0.01, betas=(0.9, 0.99), memory="nano"),
     "amp AdamW micro": lambda p: amp.optim.AdamW(p, lr=0.01, betas=(0.9, 0.99), memory="micro"),
 }
 LOW = [torch.bfloat16, torch.float16]

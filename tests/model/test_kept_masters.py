@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raw_bytes, through_a_file
-from rules import MASTERED
+from rules import MASTERED, cases
 from tiers import in_turn, paired, tiered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -80,8 +80,7 @@ WRAPPED: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("storage", MASTERED)
+@pytest.mark.parametrize(("storage", "dtype"), cases(MASTERED, LOW))
 @pytest.mark.parametrize("kind", CLASSES)
 def test_stages_with_new_optimizers_go_float32s_way(
     device: str, kind: str, storage: str, dtype: torch.dtype
@@ -206,8 +205,7 @@ def test_masters_of_a_wrapper_after_another_optimizers_steps(
     assert torch.equal(values(low), 0.5 * before)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("storage", MASTERED)
+@pytest.mark.parametrize(("storage", "dtype"), cases(MASTERED, LOW))
 def test_another_layout_leaves_the_bits_of_written_weights(
     device: str, storage: str, dtype: torch.dtype
 ) -> None:

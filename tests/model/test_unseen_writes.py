@@ -15,15 +15,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from rules import RULES
+from rules import RULES, is_allowed
 from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-STORAGES = ("float32", "exact", "lean", "micro")
-SHAPE = (129, 257)  # a tile that is not full, and more elements than one thread takes
+STORAGES = ("float32", "exact", "lean", "micro", "nano")
+SHAPE = (129, 258)  # a tile that is not full, and more elements than one thread takes
 
 
 def trained(
@@ -98,7 +98,7 @@ READERS: dict[str, Callable[[nn.Linear, Path], Tensor]] = {
     "pickle": lambda m, _: amp.float32_of(pickle.loads(pickle.dumps(m)).weight),
     "new optimizer": lambda m, _: begun_by_another(m),
 }
-CASES = paired(READERS, STORAGES, LOW)
+CASES = paired(READERS, STORAGES, LOW, allowed=is_allowed)
 
 
 @pytest.mark.parametrize(("reader", "memory", "dtype"), CASES)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 
 AdamW = amp.optim.AdamW
-FORMATS = [None, "exact", "lean", "tiny", "micro", "masterless"]
+FORMATS = [None, "exact", "lean", "tiny", "micro", "nano", "masterless"]
 
 
 def weight(device: str, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -66,7 +66,7 @@ WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "memory": (
         {"memory": "huge"},
-        "memory must be one of float32, exact, lean, tiny, micro, masterless; found 'huge'",
+        "memory must be one of float32, exact, lean, tiny, micro, nano, masterless; found 'huge'",
     ),
     "squares in codes": (
         {"exp_avg_sq": "m8"},
@@ -86,14 +86,18 @@ def test_an_argument_that_cannot_be_is_refused_by_name(device: str, case: str) -
 OF_ONE_KIND: list[tuple[str, dict[str, Any], str]] = [
     ("AdamW", {"differentiable": True}, "differentiable=True is not supported"),
     ("SGD", {"nesterov": True}, "nesterov needs momentum"),
-    ("SGD", {"master": "half"}, "must be one of float32, split32, split24, none; found 'half'"),
+    (
+        "SGD",
+        {"master": "half"},
+        "must be one of float32, split32, split24, split20, none; found 'half'",
+    ),
     ("SGD", {"momentum_form": "new"}, "momentum_form must be one of unscaled"),
     (
         "SGD",
         {"momentum": 0.9, "dampening": 0.1, "momentum_form": "scaled"},
         'momentum_form="scaled" has no dampening',
     ),
-    ("Lion", {"exp_avg": "ue8m8"}, "exp_avg must be one of float32, float16, bfloat16, m8"),
+    ("Lion", {"exp_avg": "ue8m8"}, "exp_avg must be one of float32, float16, bfloat16, m8, i8"),
     (
         "RMSprop",
         {"centered": True, "square_avg": "ue8m8"},

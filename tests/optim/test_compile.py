@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rules import is_allowed
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -18,6 +19,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lean": lambda params: amp.optim.AdamW(params, lr=1e-2, memory="lean"),
     "tiny": lambda params: amp.optim.AdamW(params, lr=1e-2, memory="tiny", max_grad_norm=1.0),
     "micro": lambda params: amp.optim.AdamW(params, lr=1e-2, memory="micro", max_grad_norm=1.0),
+    "nano": lambda params: amp.optim.AdamW(params, lr=1e-2, memory="nano", max_grad_norm=1.0),
     "SGD": lambda params: amp.optim.SGD(params, lr=1e-2, momentum=0.9),
     "LAMB": lambda params: amp.optim.LAMB(params, lr=1e-2),
 }
@@ -69,7 +71,8 @@ def train(
         (name, dtype)
         for name in OPTIMIZERS
         for dtype in DTYPES
-        if not (dtype == torch.float32 and name in ("exact", "lean", "tiny", "micro"))
+        if not (dtype == torch.float32 and name in ("exact", "lean", "tiny", "micro", "nano"))
+        if is_allowed(name, dtype)
     ],
 )
 def test_a_compiled_step_has_the_steps_bits_and_no_graph(

@@ -143,7 +143,7 @@ def test_it_steps_as_one_made_by_hand_and_its_state_is_a_file(
         "betas": [chosen.choice([0.8, 0.9]), chosen.choice([0.95, 0.98])],
         "eps": chosen.choice([1e-8, 1e-5]),
         "weight_decay": chosen.choice([0, 0.1]),
-        "memory": chosen.choice(["exact", "lean", "tiny", "micro"]),
+        "memory": chosen.choice(["exact", "lean", "tiny", "micro", "nano"]),
     }
     mine, theirs = parameters(device, seed), parameters(device, seed)
     optimizer = trainer(f"amp_mp.optim.{name}", theirs, numbers)

@@ -16,6 +16,8 @@ import amp_mp as amp
 
 CHANGES = [
     {"exp_avg": "m8"},
+    {"exp_avg": "i8"},
+    {"master": "split20"},
     {"exp_avg": "bfloat16", "exp_avg_sq": "float16_root"},
     {"master": "float32"},
     {"master": "split32", "exp_avg": "float32"},
@@ -45,7 +47,7 @@ def state_of(optimizer: Any, param: nn.Parameter) -> dict[str, Tensor]:
     return dict(optimizer.state[param])
 
 
-@pytest.mark.parametrize("memory", ["exact", "tiny"])
+@pytest.mark.parametrize("memory", ["exact", "tiny", "nano"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_formats_and_rounding_may_change_between_steps(
     device: str, change: dict[str, str], memory: str

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import DTYPES, array, raw_bytes
 from numpy.typing import NDArray
-from rules import MASTERED
+from rules import MASTERED, cases
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -110,8 +110,7 @@ def test_the_factors_are_those_of_the_report(device: str, key_heads: int) -> Non
     assert raw_bytes(model["q"].weight.detach()[2 * SIZE : 3 * SIZE]) == untouched
 
 
-@pytest.mark.parametrize("storage", MASTERED)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("storage", "dtype"), cases(MASTERED, DTYPES))
 def test_every_format_and_kind_of_projection(device: str, storage: str, dtype: str) -> None:
     """Layers, weights, and pairs; a head without a finite maximum stays as it is."""
     model = projections(device, 3, 3, dtype)

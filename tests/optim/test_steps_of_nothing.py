@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rules import RULES
+from rules import RULES, is_allowed
 from tiers import paired
 from torch import Tensor, nn
 
 import amp_mp as amp
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
 DTYPES = (torch.bfloat16, torch.float16)
 LIMIT = 2.0**-128  # the reciprocal of less is infinite in float32
 
@@ -81,6 +81,7 @@ def other_master(model: nn.Module, make: Callable[..., Any]) -> None:
         DTYPES,
         ["adamw", "sgd", "lion", "lamb"],
         [rate_zero, skipped, made_state, other_master],
+        allowed=is_allowed,
     ),
 )
 def test_weights_of_prepare_stay(
@@ -94,7 +95,7 @@ def test_weights_of_prepare_stay(
     assert same(before, weights(model))
 
 
-@pytest.mark.parametrize(("memory", "bits"), [("exact", 24), ("lean", 16)])
+@pytest.mark.parametrize(("memory", "bits"), [("exact", 24), ("lean", 16), ("nano", 12)])
 def test_the_masters_are_the_nearest_that_keep_the_weights(
     device: str, memory: str, bits: int
 ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import amp_mp as amp
 from amp_mp.optim.base import stepper_of
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "ParameterList": nn.ParameterList,

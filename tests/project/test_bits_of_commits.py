@@ -109,9 +109,9 @@ def test_every_optimizer_wrapper_and_rule_has_a_case_in_every_format() -> None:
     assert rows.keys() > RULES.keys() | OF_MATRICES.keys()
     around_torch = {row for row in rows if "torch's" in row}
     assert len(around_torch) == 6
-    assert len(set(cases)) == len(cases) == 8 * len(rows) - 7 * len(around_torch)
+    assert len(set(cases)) == len(cases) == 9 * len(rows) - 8 * len(around_torch)
     of_presets = {format for formats in PRESETS.values() for format in formats}
-    assert of_presets | {"float16", "float16_root"} >= {*amp.formats.NAMES}
+    assert of_presets | {"i8", "float16", "float16_root"} >= {*amp.formats.NAMES}
 
 
 @pytest.mark.full
@@ -125,7 +125,7 @@ def test_another_default_is_found_in_the_optimizers_that_have_it(
         shutil.copytree(PACKAGE, tmp_path / name / "python/amp_mp")
     trees = tmp_path / "base", tmp_path / "here"
     assert same_bits.compare_trees(*trees, rows=rows)
-    assert capfd.readouterr().out.splitlines()[-1] == f"{7 * len(rows)} same"
+    assert capfd.readouterr().out.splitlines()[-1] == f"{8 * len(rows)} same"
 
     file = tmp_path / "here/python/amp_mp/optim/adam.py"
     text = file.read_text()
@@ -135,8 +135,8 @@ def test_another_default_is_found_in_the_optimizers_that_have_it(
     lines = capfd.readouterr().out.splitlines()
     for row, word in zip(rows, ("same", "DIFFERS", "same", "DIFFERS"), strict=True):
         assert [line.split(row)[1].split() for line in lines if line.startswith(row)] == [
-            7 * [word]
+            8 * [word]
         ]
     wanted = "DIFFERS  AdamW(), exact: weight of float32 (1030, 32) after 2 steps["
     assert len([line for line in lines if line.startswith(wanted)]) == 1
-    assert lines[-1] == "14 same, 14 DIFFERS"
+    assert lines[-1] == "16 same, 16 DIFFERS"

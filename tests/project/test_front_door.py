@@ -156,7 +156,15 @@ def test_the_help_of_adamw_shows_its_options() -> None:
 def test_memory_is_a_literal() -> None:
     hint = inspect.signature(amp.optim.AdamW).parameters["memory"].annotation
     hint = next(each for each in typing.get_args(hint) if typing.get_args(each))
-    assert set(typing.get_args(hint)) >= {"exact", "lean", "tiny", "micro", "masterless", "float32"}
+    assert set(typing.get_args(hint)) >= {
+        "exact",
+        "lean",
+        "tiny",
+        "micro",
+        "nano",
+        "masterless",
+        "float32",
+    }
 
 
 def test_the_repr_shows_preset_clipping_and_checking() -> None:

@@ -16,6 +16,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "lean": {"memory": "lean"},
     "tiny": {"memory": "tiny"},
     "micro": {"memory": "micro"},
+    "nano": {"memory": "nano"},
     "masterless": {"memory": "masterless"},
 }
 

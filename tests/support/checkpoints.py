@@ -16,9 +16,10 @@ import amp_mp as amp
 
 LOW = torch.bfloat16
 LIMIT_S = 60.0  # for a gate that nobody opens
-PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
 # A stored master's largest relative error is 2^-MASTER_BITS; 24: none. docs/formats.md.
-MASTER_BITS = {"float32": 24, "exact": 24, "lean": 16, "tiny": 16, "micro": 16, "masterless": 8}
+MASTER_BITS = {"float32": 24, "exact": 24, "lean": 16, "tiny": 16, "micro": 16, "nano": 11}
+MASTER_BITS["masterless"] = 8
 
 
 def network() -> nn.Module:

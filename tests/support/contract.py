@@ -14,7 +14,7 @@ import numpy as np
 import reference
 import reference_formats as formats
 from reference import Clock, Floats, Numbers
-from rules import PRESETS, WITHOUT_ROWS
+from rules import PRESETS, WITHOUT_ROWS, has_groups
 
 LOW = ("bfloat16", "float16")
 
@@ -34,8 +34,13 @@ class Master:
     """A low-precision weight's float32 value: what rounding cut off from it, or all of it."""
 
     format: str
-    second: Any  # beside the weight: remainders of a split, or float32 numbers
+    second: Any  # beside the weight, one an element: remainders of a split, or float32 numbers
     layout: str
+
+    def beside(self, weight: Any, dtype: str) -> Floats:
+        """The numbers beside weights of these bits, in the order of the master's layout."""
+        second = formats.packed(self.second) if self.format == "split20" else self.second
+        return formats.decode([weight, second], self.format, dtype)
 
 
 @dataclass
@@ -84,39 +89,46 @@ class Parameter:
 
     # The master.
 
+    def master_format(self) -> str:
+        """What the preset asks for, or split24 where two neighbours share no byte of split20."""
+        format = PRESETS[self.memory][0]
+        shares = format != "split20" or (self.layout == "rows" and has_groups(self.shape, 2))
+        return format if shares else "split24"
+
     def master(self) -> Floats:
         """The number that the next step starts from."""
         self.drop_of_written()
         bits = self.bits
         if bits is None:
             return self.visible
+        if bits.format != "float32":
+            weight = formats.weight_bits(self.visible, self.dtype)
+            weight = permuted(weight, self.shape, self.layout, bits.layout)
+            found = bits.beside(weight, self.dtype)
+            return permuted(found, self.shape, bits.layout, self.layout)
         second = permuted(bits.second, self.shape, bits.layout, self.layout)
-        if bits.format == "float32":
-            rounded = reference.store(second, self.dtype, saturating=True)
-            same = rounded.view(np.uint32) == self.visible.view(np.uint32)
-            return np.where(same, second, self.visible)
-        return formats.decode([self.weight_bits(), second], bits.format, self.dtype)
+        rounded = reference.store(second, self.dtype, saturating=True)
+        same = rounded.view(np.uint32) == self.visible.view(np.uint32)
+        return np.where(same, second, self.visible)
 
     def drop_of_written(self) -> None:
         """Where no optimizer has state for the weight, a script's write ends what was cut off."""
         if self.held is None and self.is_written:
             self.bits = None
 
-    def weight_bits(self) -> Any:
-        if self.dtype == "float16":
-            return self.visible.astype(np.float16).view(np.uint16)
-        return (self.visible.view(np.uint32) >> 16).astype(np.uint16)
-
-    def keep(self, master: Floats) -> None:
-        """Stores a master, which writes the parameter."""
-        format = PRESETS[self.memory][0]
+    def keep(self, master: Floats, random: tuple[int, int, int] | None = None) -> None:
+        """Stores a master, which writes the parameter; with a seed, step and number, of a step."""
+        format = self.master_format()
         if self.dtype not in LOW:
             self.visible = master
         elif format == "float32":
             self.visible = reference.store(master, self.dtype, saturating=True)
             self.put(format, master)
         else:
-            parts = formats.encode(master, format, weight=self.dtype)
+            parts = formats.nearest(master, format, self.dtype)
+            if random is not None:
+                bits = formats.stream(master.size, *random, weights=True)
+                parts = formats.encode(master, format, bits, self.dtype)
             self.visible = formats.decode(parts[:1], self.dtype)
             self.put(format, parts[1])
 
@@ -126,23 +138,30 @@ class Parameter:
         Half way between two weights the formats round differently: where this one would round to
         the other weight, it stores what is nearest to the value and rounds to this one.
         """
-        format = PRESETS[self.memory][0]
+        format = self.master_format()
         self.put(format, formats.beside(master, self.visible, format, self.dtype))
 
     def put(self, format: str, second: Any) -> None:
+        second = formats.unpacked(second) if format == "split20" else second
         self.bits, self.is_written = Master(format, second, self.layout), False
 
     def make_master(self) -> None:
         """The master in this parameter's format: the weight's, or where it has none the weight."""
-        format = PRESETS[self.memory][0]
+        format = self.master_format()
         if self.dtype not in LOW:
             return
         self.drop_of_written()
         if self.bits is None:
-            kind = {"float32": np.float32, "split32": np.int16, "split24": np.int8}[format]
+            kind = {"float32": np.float32, "split32": np.int16}.get(format, np.int8)
             zeros = np.zeros(self.visible.shape, kind)
-            self.put(format, self.visible if format == "float32" else zeros)
+            second = self.visible if format == "float32" else zeros
+            self.bits, self.is_written = Master(format, second, self.layout), False
         elif self.bits.format != format:
+            self.keep_beside(self.master())
+
+    def convert_master(self) -> None:
+        """In another layout a weight may lose or get back what split20 needs."""
+        if self.bits is not None and self.bits.format != self.master_format():
             self.keep_beside(self.master())
 
     def edit(self, seed: int, values: Floats) -> None:
@@ -155,13 +174,14 @@ class Parameter:
             return
         if self.held is None:
             self.gather(seed)
+        self.convert_master()
         before, old = self.visible, self.bits
         assert old is not None
         second = permuted(old.second, self.shape, old.layout, self.layout)
         self.keep(values)
         assert self.bits is not None
         self.visible = np.where(changed, self.visible, before)
-        self.put(old.format, np.where(changed, self.bits.second, second))
+        self.bits.second = np.where(changed, self.bits.second, second)
 
     # The state.
 
@@ -173,6 +193,7 @@ class Parameter:
             self.held = State(Clock(), zeros, zeros, self.layout, self.kinds())
         if self.held.layout != self.layout:
             self.held = self.turned(self.held, seed, 0)
+        self.convert_master()
 
     def turned(self, state: State, seed: int, number: int) -> State:
         """The state in the parameter's layout; groups are then made of other neighbours."""
@@ -197,7 +218,7 @@ class Parameter:
         )
         random = (group["seed"], state.clock.step, self.number)
         state.m, state.v = (stored(x, k, *random) for x, k in zip((m, v), state.kinds, strict=True))
-        self.keep(w)
+        self.keep(w, random)
 
     def load(self, saved: Shown | None, group: dict[str, Any]) -> None:
         """A saved state comes in, in this parameter's formats.
@@ -220,10 +241,10 @@ class Parameter:
         if old.master is None:
             return
         self.bits = old.master
-        if self.bits.format != PRESETS[self.memory][0]:
+        if self.bits.format != self.master_format():
             self.keep_beside(self.master())
-        second = permuted(self.bits.second, self.shape, self.bits.layout, self.layout)
-        self.put(self.bits.format, second)
+        self.bits.second = permuted(self.bits.second, self.shape, self.bits.layout, self.layout)
+        self.bits.layout, self.is_written = self.layout, False
 
 
 def stored(values: Floats, kind: str, seed: int, step: int, number: int) -> Floats:

@@ -82,7 +82,7 @@ def put_in(found: dict[str, np.ndarray], name: str, value: Tensor, part: tuple[s
     if name in REPLICATED:
         assert np.array_equal(found.setdefault(name, own), own), name
         return
-    group = 32 if name.endswith("_scale") else 1
+    group = 32 if name.endswith("_scale") else 2 if name == "remainder4" else 1
     last = slice(part[-1].start // group, part[-1].stop // group)
     whole = found.setdefault(name, np.zeros((*value.shape, own.shape[-1]), np.uint8))
     whole[(*part[:-1], last)] = own

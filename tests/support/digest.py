@@ -78,7 +78,7 @@ def every_rule_in_every_format(digest: Any) -> None:
 
 
 def momentum_of_muon(digest: Any) -> None:
-    for format in ("float32", "float16", "bfloat16", "m8"):
+    for format in ("float32", "float16", "bfloat16", "m8", "i8"):
         for dtype in DTYPES.values():
             p = torch.nn.Parameter(on("cpu", random(64 * 64, 1), dtype).view(64, 64))
             optimizer = amp.optim.Muon([p], momentum_buffer=format)

@@ -43,7 +43,7 @@ ODD_VALUES: tuple[Callable[[], Any], ...] = (
     lambda: torch.ones(4, 32, dtype=torch.int64),
     lambda: torch.ones(4, 32, dtype=torch.uint8),
 )
-KEYS = ("step", "exp_avg", "exp_avg_scale", "exp_avg_m8", "master", "remainder16")
+KEYS = ("step", "exp_avg", "exp_avg_scale", "exp_avg_m8", "master", "remainder16", "remainder4")
 KEYS += ("momentum_buffer", "lr", "betas", "params", "amsgrad", "state", "mine", "param_names")
 
 

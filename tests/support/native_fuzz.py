@@ -160,7 +160,9 @@ class Fuzz:
                 return {k: v for k, v in value.items() if k is not key}
             return {**value, key: self.changed(value[key])}
         if isinstance(value, str):
-            return self.random.choice([*FORMATS, "none", "split32", "split24", "", "no such"])
+            return self.random.choice(
+                [*FORMATS, "none", "split32", "split24", "split20", "", "no such"]
+            )
         if isinstance(value, bool):
             return not value
         if isinstance(value, int | float):
@@ -198,7 +200,9 @@ class Fuzz:
     def optimizer(self) -> tuple[Any, Any, Any, Any]:
         dtype = self.random.choice([torch.float32, torch.bfloat16, torch.float16])
         kind = self.random.choice([amp.optim.AdamW, amp.optim.SGD, amp.optim.LAMB, amp.optim.Lion])
-        memory = self.random.choice(["float32", "exact", "lean", "tiny", "micro", "masterless"])
+        memory = self.random.choice(
+            ["float32", "exact", "lean", "tiny", "micro", "nano", "masterless"]
+        )
         params = [torch.nn.Parameter(self.tensor((2, 32), dtype)) for _ in range(2)]
         made = kind(params, lr=0.1, memory=memory)
         for param in params:
@@ -356,8 +360,8 @@ class Fuzz:
             (_C.weight_states, {"params": [low, param]}),
             (_C.set_weight_states, {"params": [low], "states": [None]}),
             (_C.release_weights, {"params": [low]}),
-            (_C.has_groups, {"param": param}),
-            (_C.scale_shape, {"param": param, "part": [1, 32]}),
+            (_C.has_groups, {"format": self.random.choice(FORMATS), "param": param}),
+            (_C.second_shape, {"format": "m8", "param": param, "part": [1, 32]}),
             (_C.check_weights, {"weights": lists, "names": ["a", "b"]}),
             (
                 _C.restored,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,13 +147,16 @@ PRESETS = {
     "lean": ("split24", "bfloat16", "ue8m8"),
     "tiny": ("split24", "m8", "ue8m8"),
     "micro": ("split24", "m8", "log8"),
+    "nano": ("split20", "m8", "log8"),
     "masterless": ("none", "m8", "log8"),
 }
 MEMORIES = [m for m in PRESETS if m not in (None, "float32")]
 # Formats of groups, and what takes their place where rows are no multiple of 32.
-WITHOUT_ROWS = {"m8": "bfloat16", "log8": "ue8m8"}
+WITHOUT_ROWS = {"m8": "bfloat16", "i8": "bfloat16", "log8": "ue8m8"}
 # What an entry's name adds to the state's.
-SUFFIXES = {"m8": "_m8", "log8": "_log8", "ue8m8": "_ue8m8", "float16_root": "_root"}
+SUFFIXES = {f: f"_{f}" for f in ("m8", "i8", "log8", "ue8m8")} | {"float16_root": "_root"}
+# A split's entry beside a bfloat16 weight.
+REMAINDERS = {"split32": "remainder16", "split24": "remainder8", "split20": "remainder4"}
 # The arguments for each preset.
 STORAGES: dict[str, dict[str, Any]] = {m: {"memory": m} for m in PRESETS if m}
 MASTERED = {m: own for m, own in STORAGES.items() if PRESETS[m][0] != "none"}
@@ -158,12 +164,31 @@ SQUARES = ("exp_avg_sq", "square_avg", "acc_delta", "sum")
 FLOAT32_ONLY = ("max_exp_avg_sq", "grad_avg", "exp_inf")
 
 
+def is_allowed(*case: Any) -> bool:
+    """Whether a case has no float16 weights for "nano", which refuses them."""
+    return not ("nano" in case and any(value in case for value in ("float16", torch.float16)))
+
+
+def cases(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """For parametrize: all combinations that are allowed."""
+    return [case for case in itertools.product(*parameters) if is_allowed(*case)]
+
+
+def has_groups(shape: Sequence[int], group: int) -> bool:
+    """Whether a row has whole groups: of 32 for codes with scales, of 2 for split20."""
+    wide = [size for size in shape if size != 1]
+    return len(wide) > 1 and math.prod(wide) > 0 and math.prod(wide[1:]) % group == 0
+
+
 def formats_of(
-    rule: str, states: tuple[str, ...], rows: bool, storage: dict[str, Any]
+    rule: str, states: tuple[str, ...], shape: Sequence[int], storage: dict[str, Any]
 ) -> dict[str, str]:
     """What the master and the states of a parameter are to be stored as."""
     master, moment, square = PRESETS[storage.get("memory")]
-    formats = {"master": storage.get("master", master)}
+    if rule == "muon" and moment == "m8":
+        moment = "i8"
+    master, rows = storage.get("master", master), has_groups(shape, 32)
+    formats = {"master": "split24" if master == "split20" and not has_groups(shape, 2) else master}
     for name in states:
         format = storage.get(name, square if name in SQUARES else moment)
         if name in FLOAT32_ONLY or (rule.startswith("centered") and name in SQUARES):
@@ -186,13 +211,18 @@ class Expected:
     ) -> None:
         self.rule, self.number, self.maximize, self.storage = rule, number, maximize, storage
         self.kind, self.numbers = (RULES | OF_MATRICES).get(rule, (None, {}))
-        rows = weight.dim() > 1 and weight.shape[1] % 32 == 0
-        self.formats = formats_of(rule, states, rows, storage)
+        self.formats = formats_of(rule, states, weight.shape, storage)
         usual = "stochastic" if storage.get("memory") == "masterless" else "nearest"
         self.rounding = storage.get("rounding", usual)
         self.dtype = str(weight.dtype).removeprefix("torch.")
         self.visible = self.master = self.stored = array(weight).reshape(-1)
-        self.parts = [np.zeros(weight.numel(), np.uint16), np.zeros(weight.numel(), np.int16)]
+        packed = self.formats["master"] == "split20"
+        self.parts = [
+            formats.weight_bits(self.master, self.dtype),
+            np.zeros(weight.numel(), np.int16),
+        ]
+        if packed:
+            self.parts[1] = np.zeros(weight.numel() // 2, np.uint8)
         self.states = {name: np.zeros_like(self.master) for name in states}
         self.clock = reference.Clock()
 
@@ -219,9 +249,7 @@ class Expected:
             same = rounded.view(np.uint32) == weight.view(np.uint32)
             self.master = np.where(same, self.stored, weight)
         else:
-            self.parts[0] = formats.encode(weight, format, weight=self.dtype)[0]
-            if self.dtype == "float16":  # encoding saturates
-                self.parts[0] = weight.astype(np.float16).view(np.uint16)
+            self.parts[0] = formats.weight_bits(weight, self.dtype)
             self.master = formats.decode(self.parts, format, self.dtype)
         self.visible = weight
 
@@ -283,7 +311,8 @@ class Expected:
             self.master = formats.decode(formats.encode(values, format, bits), format)
             self.visible = self.master
         else:
-            self.parts = formats.encode(values, format, weight=self.dtype)
+            bits = self._bits(values.size, weights=True) if format == "split20" else None
+            self.parts = formats.encode(values, format, bits, self.dtype)
             self.master = formats.decode(self.parts, format, self.dtype)
             self.visible = formats.decode(self.parts[:1], self.dtype)
 
@@ -304,7 +333,7 @@ def found_state(state: dict[str, Any], name: str, format: str) -> np.ndarray:
         return array(state[name]).reshape(-1)
     entry = name + SUFFIXES.get(format, "")
     bits = raw(state[entry])
-    if format == "m8":
+    if format in ("m8", "i8"):
         return formats.decode([bits, raw(state[f"{entry}_scale"]).view(np.uint16)], format)
     if format == "log8":
         scales = raw(state[f"{entry}_scale"]).view(np.uint8)
@@ -319,6 +348,6 @@ def found_master(state: dict[str, Any], param: Tensor, format: str) -> np.ndarra
     if format == "float32":
         return array(state["master"]).reshape(-1)
     dtype = str(param.dtype).removeprefix("torch.")
-    entry = {"split32": "remainder16", "split24": "remainder8"}[format]
-    remainder = state[entry + "_float16" * (dtype == "float16")]
-    return formats.decode([raw(param).view(np.uint16), raw(remainder)], format, dtype)
+    remainder = raw(state[REMAINDERS[format] + "_float16" * (dtype == "float16")])
+    second = remainder.view(np.uint8) if format == "split20" else remainder
+    return formats.decode([raw(param).view(np.uint16), second], format, dtype)

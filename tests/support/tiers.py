@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import pytest
 
+Allowed = Callable[..., bool]  # of a case's values, whether there is such a case
 
-def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
+
+def anything(*case: Any) -> bool:
+    return True
+
+
+def pairs(*parameters: Iterable[Any], allowed: Allowed = anything) -> list[tuple[Any, ...]]:
     """Combinations in which any two values of two parameters meet; always the same ones.
 
     Many fewer than the product of three or more parameters. In the product's order. The package
@@ -18,7 +24,11 @@ def pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     values = [list(p) for p in parameters]
     if len(values) == 1:
         return [(v,) for v in values[0]]
-    combinations = list(itertools.product(*(range(len(v)) for v in values)))
+    combinations = [
+        numbers
+        for numbers in itertools.product(*(range(len(v)) for v in values))
+        if allowed(*(v[i] for v, i in zip(values, numbers, strict=True)))
+    ]
     sides = list(itertools.combinations(range(len(values)), 2))
     missing = {pair for c in combinations for pair in _pairs_of(c, sides)}
     chosen = []
@@ -37,10 +47,11 @@ def _pairs_of(combination: tuple[int, ...], sides: list[tuple[int, int]]) -> set
     return {(a, combination[a], b, combination[b]) for a, b in sides}
 
 
-def paired(*parameters: Iterable[Any]) -> list[Any]:
+def paired(*parameters: Iterable[Any], allowed: Allowed = anything) -> list[Any]:
     """For parametrize: all combinations; those that are not among `pairs` are marked `full`."""
     parameters = tuple(list(p) for p in parameters)
-    return tiered(itertools.product(*parameters), pairs(*parameters))
+    everything = [case for case in itertools.product(*parameters) if allowed(*case)]
+    return tiered(everything, pairs(*parameters, allowed=allowed))
 
 
 def in_turn(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from helpers import DTYPES, random, through_a_file
-from rules import OF_MATRICES, RULES, SQUARES, STORAGES
+from rules import OF_MATRICES, RULES, SQUARES, STORAGES, is_allowed
 from torch import Tensor, nn
 
 import amp_mp as amp
@@ -54,13 +54,18 @@ class Training:
     def __init__(self, rule: str, format: str) -> None:
         kind, numbers = (RULES | OF_MATRICES | BY_DEFAULT)[rule]
         self.make = partial(kind, **stored_in(format, kind, numbers), max_grad_norm=1.0)
-        self.params = [nn.Parameter(weight.clone()) for weight in drawn(0)]
+        self.format = format
+        self.params = [nn.Parameter(weight.clone()) for weight in self.drawn(0)]
         self.optimizer = self.make(self.params)
 
     def step(self, seed: int, overflow: bool = False) -> None:
-        for param, grad in zip(self.params, drawn(seed), strict=True):
+        for param, grad in zip(self.params, self.drawn(seed), strict=True):
             param.grad = grad.clone().fill_(torch.inf) if overflow else grad
         self.optimizer.step()
+
+    def drawn(self, seed: int) -> list[Tensor]:
+        """Those tensors of `drawn` whose dtype the format takes."""
+        return [tensor for tensor in drawn(seed) if is_allowed(self.format, tensor.dtype)]
 
     def resume(self) -> None:
         """Goes on with other parameters and another optimizer, which loads this one's state."""
@@ -229,9 +234,11 @@ def made(kind: Any, format: str | None, numbers: dict[str, Any], model: nn.Modul
 Make = Callable[[nn.Module], Any]
 
 
-def of_wrapper(wrapper: Callable[..., Loop], make: Make) -> Found:
+def of_wrapper(wrapper: Callable[..., Loop], make: Make, format: str = "") -> Found:
     found: Found = {}
     for name, dtype in DTYPES.items():
+        if not is_allowed(format, dtype):
+            continue
         with ExitStack() as ends:
             trained = trained_by(wrapper, make, dtype, ends)
         found |= {f"{name} {key}": tensor for key, tensor in trained.items()}
@@ -308,7 +315,7 @@ def cases() -> Iterator[Case]:
         for wrapped, (kind, numbers) in WRAPPED.items():
             for format in FORMATS:
                 make = partial(made, kind, format, numbers)
-                yield f"{name}, {wrapped}", format, partial(of_wrapper, wrapper, make)
+                yield f"{name}, {wrapped}", format, partial(of_wrapper, wrapper, make, format)
         for wrapped, (kind, numbers) in TORCHS.items() if name in AROUND_TORCHS else ():
             make = partial(made, kind, None, numbers)
             yield f"{name}, {wrapped}", "float32", partial(of_wrapper, wrapper, make)

@@ -35,6 +35,7 @@ from amp_mp.optim.base import stepper_of
         (LOW, "lean"),
         (LOW, "tiny"),
         (LOW, "micro"),
+        (LOW, "nano"),
     ],
 )
 def test_released_gradients_make_the_ordinary_step_bit_for_bit(

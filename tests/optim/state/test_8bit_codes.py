@@ -292,7 +292,7 @@ def test_a_log8_group_that_reaches_the_top_of_its_scale_keeps_its_numbers(device
 
 
 def test_numbers_near_the_largest_float(device: str) -> None:
-    """Groups with a number above the largest scale become NaN: from 3.3e38 on in log8, else 3.39e38."""
+    """Groups with a number above the largest scale become NaN: 3.3e38 in log8, else 3.39e38."""
     top = np.float32(31 / 32 * 2.0**128)
     x = np.ones((6, 32), np.float32)
     x[:, 5] = [1.7e38, 3e38, np.nextafter(top, np.float32(0)), top, 3.35e38, LARGEST]

@@ -122,6 +122,7 @@ def test_an_element_without_gradient_comes_to_rest(device: str, memory: str) -> 
         ("lean", 7),
         ("tiny", 6.0625),
         ("micro", 5.09375),
+        ("nano", 4.59375),
         ("masterless", 4.09375),
     ],
 )

@@ -11,7 +11,7 @@ import reference
 import reference_formats as formats
 import torch
 from helpers import DTYPES, LOSES_UPDATES, array, assert_same, random, raw_bytes, warns
-from rules import MASTERED, PRESETS, STORAGES
+from rules import MASTERED, PRESETS, STORAGES, cases, is_allowed
 from tiers import paired
 from torch import Tensor, nn
 
@@ -57,15 +57,16 @@ def kept(values: np.ndarray, dtype: str, master: str) -> tuple[np.ndarray, np.nd
     """What a format holds of float32 numbers: the master and the parameter."""
     if dtype == "float32":
         return values, values
-    if master in ("split32", "split24"):
-        parts = formats.encode(values, master, weight=dtype)
+    if master.startswith("split"):
+        parts = formats.nearest(values, master, dtype)
         return formats.decode(parts, master, dtype), formats.decode(parts[:1], dtype)
     rounded = reference.store(values, dtype, saturating=True)
     return (rounded if master == "none" else values), rounded
 
 
 @pytest.mark.parametrize(
-    ("storage", "dtype", "layout", "steps"), paired(STORED, DTYPES, LAYOUTS, [0, 1])
+    ("storage", "dtype", "layout", "steps"),
+    paired(STORED, DTYPES, LAYOUTS, [0, 1], allowed=is_allowed),
 )
 def test_what_is_written_is_kept_as_its_format_keeps_it(
     device: str, storage: str, dtype: str, layout: str, steps: int
@@ -83,6 +84,8 @@ def test_what_is_written_is_kept_as_its_format_keeps_it(
         assert master.stride() == param.stride()
         master.copy_(LAYOUTS[layout](special))
     format = STORED[storage].get("master", PRESETS[STORED[storage].get("memory")][0])
+    if layout != "rows" and format == "split20":
+        format = "split24"
     with np.errstate(all="ignore"):
         wanted, visible = kept(array(LAYOUTS[layout](special)), dtype, format)
     assert_same(array(master_now(optimizer, param)), wanted, "master")
@@ -95,11 +98,14 @@ def test_what_is_written_is_kept_as_its_format_keeps_it(
         assert np.array_equal(wanted[finite], written[finite])
 
 
-@pytest.mark.parametrize("storage", STORED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_block_without_changes_changes_nothing(device: str, storage: str, dtype: str) -> None:
+@pytest.mark.parametrize("width", [1, 27])
+@pytest.mark.parametrize(("storage", "dtype"), cases(STORED, DTYPES))
+def test_a_block_without_changes_changes_nothing(
+    device: str, storage: str, dtype: str, width: int
+) -> None:
     """No byte, and no version counter: on CUDA one that the master's has not advanced either."""
-    param = nn.Parameter(torch.from_numpy(random(999, 1)).to(device, DTYPES[dtype]))
+    values = torch.from_numpy(random(998 * width, 1)).view(-1, 2 * width).squeeze()
+    param = nn.Parameter(values.to(device, DTYPES[dtype]))
     optimizer = amp.optim.AdamW([param], lr=1e-2, **STORED[storage])
     for written in range(2):
         if written:  # the master is what the parameter says

@@ -12,13 +12,13 @@ import pytest
 import torch
 from everything import error_of, everything
 from mutations import mutated
-from rules import KINDS
+from rules import KINDS, is_allowed
 from tiers import full
 from torch import nn
 
 import amp_mp as amp
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
 WITHOUT_STEP = ("SGD", "LARS")  # torch's SGD, and Apex's LARC around it, count no steps
 Spoil = Callable[[dict[str, Any]], None]
 
@@ -34,7 +34,8 @@ def stepped(
     """Three parameters and their optimizer; of two groups the second has the last one."""
     torch.manual_seed(0)
     shapes = ((4, 32), (8, 8) if kind == "Muon" else (5,), (2, 64))
-    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    half = torch.float16 if is_allowed(memory, torch.float16) else torch.bfloat16
+    dtypes = (torch.bfloat16, torch.float32, half)
     params = nn.ParameterList(
         [torch.randn(shape).to(device, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     )
@@ -195,6 +196,16 @@ FILES_OF: dict[str, tuple[str, Spoil, str]] = {
         "exact",
         replaced(remainder16=ones(torch.int16)),
         "'remainder16' of parameter 0 has dtype torch.int16, but",
+    ),
+    "half a byte an element of another shape": (
+        "nano",
+        replaced(remainder4=ones(torch.uint8, 4, 32)),
+        r"'remainder4' of parameter 0 has ",
+    ),
+    "half a byte an element as numbers": (
+        "nano",
+        replaced(remainder4=ones(torch.float32, 4, 16)),
+        "'remainder4' of parameter 0 has .*torch.float32",
     ),
     "m8 without scale": (
         "tiny",

@@ -12,6 +12,7 @@ import torch
 from helpers import raw_bytes
 from layouts import REPLICATED, made_once, whole
 from ranks import LARGE, on_ranks
+from rules import is_allowed
 from tiers import tiered
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +24,9 @@ from amp_mp.sharding.shards import local_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
-PRESETS = ("float32", "exact", "lean", "tiny", "micro", "masterless")
-MATRICES = ((96, 64), (3, 64), (33, 96), (4, 2, 8, 8), (6, 2, 32), (1, 64), (1, 32))
+PRESETS = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
+IN_GROUPS = ("tiny", "micro", "nano", "masterless")
+MATRICES = ((96, 64), (3, 64), (33, 96), (4, 2, 8, 8), (6, 2, 32), (1, 64), (1, 32), (4, 6))
 SHAPES = (*MATRICES, (33,), (64,), (1,))
 # The shapes whose states "tiny" and "micro" store in groups, where parameters are split by rows, as
 # by fully_shard, and by columns; in one process as by rows.
@@ -33,25 +35,29 @@ BY_COLUMNS = {(96, 64), (3, 64)}
 
 
 class Bag(nn.Module):
-    """Parameters of all the shapes, bfloat16 and every third one float16."""
+    """Parameters of all the shapes, bfloat16 and every third one float16 if the presets take it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *presets: str) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         for i, shape in enumerate(SHAPES):
-            dtype = torch.float16 if i % 3 == 2 else torch.bfloat16
+            takes = is_allowed(*presets, torch.float16)
+            dtype = torch.float16 if i % 3 == 2 and takes else torch.bfloat16
             value = torch.randn(shape, generator=generator).to(dtype)
             self.register_parameter(f"p{i}", nn.Parameter(value))
 
 
-def trained(preset: str) -> tuple[Bag, amp.optim.AdamW]:
-    """A model of one process after three steps, and its optimizer; new ones at every call."""
-    return copy.deepcopy(trained_once(preset))
+def trained(preset: str, *others: str) -> tuple[Bag, amp.optim.AdamW]:
+    """A model of one process after three steps, and its optimizer; new ones at every call.
+
+    others: presets that its weights go to.
+    """
+    return copy.deepcopy(trained_once(preset, *others))
 
 
 @cache
-def trained_once(preset: str) -> tuple[Bag, amp.optim.AdamW]:
-    model = Bag(0)
+def trained_once(preset: str, *others: str) -> tuple[Bag, amp.optim.AdamW]:
+    model = Bag(0, preset, *others)
     optimizer = amp.optim.AdamW(model.parameters(), lr=0.01, memory=preset, seed=3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -104,6 +110,8 @@ def check_placing(optimizer: torch.optim.Optimizer) -> None:
             if name.endswith("_scale"):
                 counts = [local_of(value).numel(), local_of(param).numel() // 32]
                 assert counts[0] == counts[1], name
+            elif name == "remainder4":
+                assert 2 * local_of(value).numel() == local_of(param).numel()
             else:
                 assert value.shape == param.shape, name
                 assert local_of(value).shape == local_of(param).shape, name
@@ -118,15 +126,18 @@ def check_same(found: dict[str, Any], wanted: dict[str, Any], skipped: set[int])
     """Bit for bit, but for parameters whose states fell back to formats without groups."""
     for number, state in wanted.items():
         codes = [n for n in state if number in skipped and f"{n}_scale" in state]
+        if "remainder8" in found[number]:  # in columns of an odd length
+            codes += [n for n in state if n == "remainder4"]
         names = {n for n in state if n.removesuffix("_scale") not in codes}
         extra = {n.removesuffix("_m8").replace("_log8", "_ue8m8") for n in codes}
+        extra = {n.replace("remainder4", "remainder8") for n in extra}
         assert set(found[number]) == names | extra, number
         for name in names:
             assert raw_bytes(found[number][name]) == raw_bytes(state[name]), (number, name)
 
 
 def fell_back(layout: str, preset: str) -> set[int]:
-    if preset not in ("tiny", "micro", "masterless"):
+    if preset not in IN_GROUPS:
         return set()
     here = BY_ROWS - (BY_COLUMNS if layout == "columns" else BY_ROWS)
     return {i for i, shape in enumerate(SHAPES) if shape in here}
@@ -141,7 +152,7 @@ def whole_tensors(layout: str, preset: str) -> None:
     other.load_state_dict(saved)
     check_placing(other)
     for param in sharded.parameters():
-        if preset in ("tiny", "micro", "masterless"):
+        if preset in IN_GROUPS:
             assert ("exp_avg_m8" in other.state[param]) == has_groups(layout, tuple(param.shape))
     skipped = fell_back(layout, preset)
     check_same(gathered(other.state_dict()), saved["state"], skipped)
@@ -181,7 +192,7 @@ def whole_tensors(layout: str, preset: str) -> None:
 
 def conversion(layout: str, source: str, target: str) -> None:
     """Two processes draw the bits that one process draws."""
-    model, optimizer = trained(source)
+    model, optimizer = trained(source, target)
     saved = copy.deepcopy(optimizer.state_dict())
     twin = copy.deepcopy(model)
     amp.drop_masters(twin)  # a copy's weights keep their bits, which shards lack; the file has them
@@ -206,7 +217,7 @@ def conversion(layout: str, source: str, target: str) -> None:
 
 def first_state(layout: str, preset: str) -> None:
     """init_state makes what the state of one process is before its first step."""
-    model = Bag(0)
+    model = Bag(0, preset)
     sharded = split(model, layout)
     found = []
     for each in (model, sharded):
@@ -282,13 +293,23 @@ CASES: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
             ("masterless", "exact"),
             ("micro", "tiny"),
             ("lean", "micro"),
+            ("exact", "nano"),
+            ("nano", "exact"),
+            ("nano", "micro"),
+            ("micro", "nano"),
         ]
     },
     **{f"parts, {preset}": (parts_are_refused, ("rows", preset)) for preset in ("exact", "micro")},
 }
 SOME = [name for name in CASES if not name.endswith(("float32", "lean", "tiny"))]
 FEW = [f"{case.__name__}, columns, micro" for case in (whole_tensors, first_state, masters)]
-FEW += ["whole_tensors, rows, micro", "conversion, rows, exact to micro", "parts, micro"]
+FEW += [f"{case.__name__}, columns, nano" for case in (whole_tensors, masters)]
+FEW += [
+    "whole_tensors, rows, micro",
+    "conversion, columns, nano to exact",
+    "conversion, rows, exact to micro",
+    "parts, micro",
+]
 
 
 def run(case: str) -> None:

@@ -29,7 +29,7 @@ def cleared(state: Any, _: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("take", [deleted, emptied, cleared])
-@pytest.mark.parametrize("memory", ["float32", "tiny"])
+@pytest.mark.parametrize("memory", ["float32", "tiny", "nano"])
 @pytest.mark.parametrize("released", [False, True])
 def test_the_next_step_is_a_first_step(
     device: str, take: Callable[..., None], memory: Any, released: bool

@@ -25,11 +25,11 @@ def weights(device: str, dtype: torch.dtype) -> Tensor:
     return on(device, values.numpy(), dtype)
 
 
-MEMORIES = ["exact", "float32", "lean", "tiny", "micro", "masterless"]
+MEMORIES = ["exact", "float32", "lean", "tiny", "micro", "nano", "masterless"]
 DECAYS = [0.0, 0.01]
 # Each rule twice, with and without decay, each time of another dtype and in another memory.
 IN_TURN = [
-    (rule, MEMORIES[(n + m) % 6], ("float32", "bfloat16")[(n // 6 + m) % 2], decay)
+    (rule, MEMORIES[(n + m) % 7], ("float32", "bfloat16")[(n // 7 + m) % 2], decay)
     for n, rule in enumerate(RULES)
     for m, decay in enumerate(DECAYS)
 ]

@@ -83,12 +83,12 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "a tensor is needed, found 3",
     ),
     "groups of what is not a tensor": (
-        lambda: _C.has_groups("w"),  # type: ignore[arg-type]
+        lambda: _C.has_groups("m8", "w"),  # type: ignore[arg-type]
         TypeError,
         "a tensor is needed",
     ),
     "a part of other dimensions": (
-        lambda: _C.scale_shape(torch.zeros(2, 64), []),
+        lambda: _C.second_shape("m8", torch.zeros(2, 64), []),
         ValueError,
         "part .* 2 dimensions",
     ),
@@ -157,7 +157,7 @@ import importlib.util, torch
 spec = importlib.util.spec_from_file_location("_C", {_C.__file__!r})
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
-native.has_groups(torch.zeros(2, 32).as_subclass(type("Other", (torch.Tensor,), {{}})))
+native.has_groups("m8", torch.zeros(2, 32).as_subclass(type("Other", (torch.Tensor,), {{}})))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1

@@ -12,7 +12,7 @@ import pytest
 import reference
 import torch
 from helpers import DTYPES, RAGGED, array, assert_same, on, random, raw_bytes, state_names
-from rules import OF_MATRICES, RULES, STORAGES, Expected, found_master, found_state
+from rules import OF_MATRICES, RULES, STORAGES, Expected, found_master, found_state, is_allowed
 from tiers import in_turn, paired, tiered
 
 import amp_mp as amp
@@ -23,11 +23,11 @@ LAYERWISE = [r for r in RULES if r.startswith(("lar", "lamb", "novograd"))]
 ELEMENTWISE = [r for r in RULES if r not in LAYERWISE]
 PLACES = {"aligned": 0, "unaligned": 3}  # elements from an aligned address
 HALVES = ["float16", "bfloat16"]
-COMPACT = ["exact", "lean", "tiny", "micro"]
+COMPACT = ["exact", "lean", "tiny", "micro", "nano"]
 KINDS = list(itertools.product(DTYPES, PLACES))
 MILLIONS = [(rule, *kind) for rule in ELEMENTWISE for kind in KINDS]
 SOME_MILLIONS = [(rule, *KINDS[n % len(KINDS)]) for n, rule in enumerate(ELEMENTWISE)]
-SHAPES = [*((n,) for n in RAGGED[:-1]), (5, 64), (33, 31), (3, 32)]
+SHAPES = [*((n,) for n in RAGGED[:-1]), (5, 64), (33, 31), (3, 32), (3, 1026), (64, 1), (1, 64)]
 
 
 def check(
@@ -84,14 +84,16 @@ def test_rule_equals_the_reference_bit_for_bit(
     check(device, rule, weight, grad, SHAPES, shift=PLACES[place], master="float32")
 
 
-@pytest.mark.parametrize(("rule", "memory", "weight"), paired(RULES, COMPACT, HALVES))
+@pytest.mark.parametrize(
+    ("rule", "memory", "weight"), paired(RULES, COMPACT, HALVES, allowed=is_allowed)
+)
 def test_every_preset_equals_the_reference_bit_for_bit(
     device: str, rule: str, memory: str, weight: str
 ) -> None:
     check(device, rule, weight, weight, SHAPES, memory=memory, seed=2**40 + 3)
 
 
-@pytest.mark.parametrize(("rule", "memory"), in_turn(RULES, ["lean", "tiny", "micro"]))
+@pytest.mark.parametrize(("rule", "memory"), in_turn(RULES, ["lean", "tiny", "micro", "nano"]))
 def test_float32_weights_may_have_compact_states(device: str, rule: str, memory: str) -> None:
     check(device, rule, "float32", "bfloat16", SHAPES, memory=memory, master="float32")
 
@@ -126,9 +128,9 @@ def test_a_million_elements_equal_the_reference(
         check(device, rule, weight, grad, [RAGGED[-1:]], shift=PLACES[place], master="float32")
 
 
-@pytest.mark.parametrize(("rule", "storage"), in_turn(RULES, ["float32", "exact", "lean"]))
+@pytest.mark.parametrize(("rule", "storage"), in_turn(RULES, ["float32", "exact", "lean", "nano"]))
 def test_maximize_negates_the_gradient(device: str, rule: str, storage: str) -> None:
-    shapes = [(1,), (65,), (4097,)]
+    shapes = [(1,), (65,), (4097,), (64, 6)]
     check(device, rule, "bfloat16", "bfloat16", shapes, maximize=True, **STORAGES[storage])
 
 
@@ -140,7 +142,9 @@ def test_unchecked_infinities_and_nans_go_where_arithmetic_sends_them(
     check(device, rule, weight, "float32", [(65,), (4097,)], special=True, master="float32")
 
 
-@pytest.mark.parametrize(("rule", "memory", "weight"), paired(ELEMENTWISE, COMPACT, HALVES))
+@pytest.mark.parametrize(
+    ("rule", "memory", "weight"), paired(ELEMENTWISE, COMPACT, HALVES, allowed=is_allowed)
+)
 def test_compact_formats_keep_infinities_and_nans(
     device: str, rule: str, memory: str, weight: str
 ) -> None:
@@ -232,10 +236,28 @@ STORAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "split32, lean": ("adamw", {"master": "split32", **LEAN}),
     "split32, codes": ("lion", {"master": "split32", "exp_avg": "m8"}),
     "split24 alone": ("adamw", {"master": "split24"}),
+    "i8, float32 master": ("sgd", {**WHOLE, "momentum_buffer": "i8"}),
+    "i8, split24": ("adamw", {"memory": "micro", "exp_avg": "i8"}),
+    "i8, split32": ("lion", {"master": "split32", "exp_avg": "i8"}),
     "split24, half": ("rmsprop momentum", {"master": "split24", "momentum_buffer": "float16"}),
     "exact, lean squares": ("amsgrad adam", {"memory": "exact", "exp_avg_sq": "ue8m8"}),
     "tiny, float32 moments": ("adamw", {"memory": "tiny", "exp_avg": "float32"}),
 }
+
+
+OF_BFLOAT16 = {
+    "split20 alone": ("adamw", {"master": "split20"}),
+    "split20, half": ("rmsprop momentum", {"master": "split20", "momentum_buffer": "float16"}),
+    "split20, i8": ("nesterov", {"master": "split20", "momentum_buffer": "i8", "seed": 2**33}),
+    "split20, lean": ("lamb", {"master": "split20", **LEAN}),
+    "split20, ue8m8": ("rmsprop", {"memory": "nano", "square_avg": "ue8m8"}),
+}
+
+
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+def test_every_storage_beside_half_a_byte_rounds_once(device: str, name: str) -> None:
+    rule, storage = OF_BFLOAT16[name]
+    check(device, rule, "bfloat16", "bfloat16", SHAPES, spread=(1e3, 10.0), **storage)
 
 
 @pytest.mark.parametrize("weight", HALVES)

@@ -43,12 +43,16 @@ WAYS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "adamw, tiny": (OPTIM.AdamW, torch.bfloat16, {"memory": "tiny"}),
     "adamw, log8": (OPTIM.AdamW, torch.bfloat16, {"memory": "lean", "exp_avg_sq": "log8", **SHORT}),
     "adamw, m8 and log8": (OPTIM.AdamW, torch.bfloat16, {"memory": "micro", **SHORT}),
+    "adamw, nano": (OPTIM.AdamW, torch.bfloat16, {"memory": "nano", **SHORT}),
+    "adamw, split20": (OPTIM.AdamW, torch.bfloat16, {"memory": "lean", "master": "split20"}),
     "adamw, masterless": (OPTIM.AdamW, torch.bfloat16, {"memory": "masterless", **SHORT}),
     "adamw, low": (OPTIM.AdamW, torch.bfloat16, {**KEPT, **LOW}),
     "sgd": (OPTIM.SGD, torch.float16, {"momentum": 0.9, **KEPT, "momentum_buffer": "bfloat16"}),
     "sgd, m8": (OPTIM.SGD, torch.bfloat16, {"momentum": 0.9, **KEPT, "momentum_buffer": "m8"}),
+    "sgd, i8": (OPTIM.SGD, torch.bfloat16, {"momentum": 0.9, **KEPT, "momentum_buffer": "i8"}),
     "plain sgd": (OPTIM.SGD, torch.bfloat16, KEPT),
     "lion": (OPTIM.Lion, torch.bfloat16, {"memory": "lean"}),
+    "lion, split20": (OPTIM.Lion, torch.bfloat16, {"master": "split20", "exp_avg": "i8"}),
     "lion, m8": (OPTIM.Lion, torch.float16, {**KEPT, "exp_avg": "m8"}),
     "adadelta, codes": (OPTIM.Adadelta, torch.bfloat16, {"memory": "lean", "square_avg": "log8"}),
     "nadam, m8": (OPTIM.NAdam, torch.bfloat16, {"memory": "tiny"}),
@@ -57,15 +61,18 @@ WAYS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "lamb, m8": (OPTIM.LAMB, torch.bfloat16, {"memory": "tiny", **LAMB}),
     "lamb, m8 and log8": (OPTIM.LAMB, torch.bfloat16, {**KEPT, "memory": "micro", **LAMB, **SHORT}),
 }
-IN_GROUPS = ("log8", "m8", "tiny", "micro", "masterless")
+IN_GROUPS = ("log8", "m8", "i8", "tiny", "micro", "nano", "masterless")
 
 
 def fits(cut: str, options: dict[str, Any]) -> bool:
-    """Whether each block has whole groups, if one of these formats needs them."""
+    """Whether each block has whole groups, or pairs, if one of these formats needs them."""
     shape, pieces = CUTS[cut]
     parts = [block(shape, pieces, rank)[-1] for rank in range(prod(pieces))]
-    whole = len(shape) > 1 and all(p.start % 32 == p.stop % 32 == 0 for p in parts)
-    return whole or not set(IN_GROUPS).intersection(map(str, options.values()))
+    named = set(map(str, options.values()))
+    group = 32 if named & set(IN_GROUPS) else 2 if "split20" in named else 1
+    return group == 1 or (
+        len(shape) > 1 and all(p.start % group == p.stop % group == 0 for p in parts)
+    )
 
 
 def steps(device: str, shape: tuple[int, ...], pieces: Pieces, way: str) -> dict[str, np.ndarray]:
@@ -92,7 +99,7 @@ def test_blocks_are_rounded_as_the_whole_is(device: str, cut: str, way: str) -> 
         assert np.array_equal(found[name], wanted), name
 
 
-NATIVE = ("bfloat16_stochastic", "float16_stochastic", "ue8m8", "m8", "log8")
+NATIVE = ("bfloat16_stochastic", "float16_stochastic", "ue8m8", "m8", "i8", "log8")
 
 
 @pytest.mark.parametrize(
