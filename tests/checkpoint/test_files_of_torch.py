@@ -83,14 +83,14 @@ class Bound:
     32; a stored v by 2^-8 of itself, and its root by half of that. In log8 v is off by an eighth
     each time that it is stored, three times, so the root by a factor of (9/8)^(3/2) = 1.2; where v
     is below the floor the update is too small, by all of it at most. Moments are averages, so no
-    error grows. Each step also rounds the weight, 2^-16 of it with a remainder of 8 bits, and one
-    last place without a master.
+    error grows. Each step also rounds the weight, 2^-16 of it with a remainder of 8 bits, 2^-11
+    with one of 4, and one last place without a master.
     """
 
     def __init__(self, preset: str, param: Tensor, state: dict[str, Any]) -> None:
         self.preset, self.param, self.state = preset, param, state
         self.largest, self.off = state["exp_avg"].abs(), torch.zeros_like(param)
-        self.store = {24: 2.0**-22, 16: 2.0**-15, 8: 2.0**-6}[MASTER_BITS[preset]]
+        self.store = {24: 2.0**-22, 16: 2.0**-15, 11: 2.0**-10, 8: 2.0**-6}[MASTER_BITS[preset]]
 
     def step(self) -> None:
         """Called after torch's step."""
@@ -98,14 +98,11 @@ class Bound:
         self.largest = torch.maximum(self.largest, m.abs())
         relative: Any = 2.0**-20 if MASTER_BITS[self.preset] == 24 else 2.0**-7
         error = relative * self.largest
-        if (
-            self.preset in ("tiny", "micro", "nano", "masterless")
-            and m.dim() > 1
-            and m.shape[-1] % 32 == 0
-        ):
+        groups = m.dim() > 1 and m.shape[-1] % 32 == 0
+        if groups and self.preset in ("tiny", "micro", "nano", "masterless"):
             error = largest_of_32(self.largest) * 3 / 64
         root = (v / (1 - 0.999**count)).sqrt() + 1e-8
-        if self.preset in ("micro", "nano", "masterless") and m.dim() > 1 and m.shape[-1] % 32 == 0:
+        if groups and self.preset in ("micro", "nano", "masterless"):
             floor = v < 2.0**-26 * 64 / 31 * largest_of_32(v)
             error, relative = 1.2 * error, torch.where(floor, 1.0, 0.2)
         self.off += LR / (1 - 0.9**count) * (error + relative * m.abs()) / root

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import raw_bytes, through_a_file
-from rules import MASTERED, cases
+from rules import MASTERED, cases, is_allowed
 from tiers import in_turn, paired, tiered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -53,11 +53,26 @@ def values(model: nn.Module) -> Tensor:
     return torch.cat([each.flatten() for each in amp.float32_state_dict(model).values()])
 
 
-def assert_as_float32(full: nn.Module, low: nn.Module, before: Tensor) -> None:
-    """Each element has gone float32's way within 1 %."""
+def assert_as_float32(
+    full: nn.Module, low: nn.Module, before: Tensor, storage: str = "", part: float = 0.01
+) -> None:
+    """Each element has gone float32's way within 1 %, and what the storage rounds at random."""
     wanted, found = values(full) - before, values(low) - before
     assert (wanted.abs() > 20 * LR).all()
-    assert ((found - wanted).abs() <= 0.01 * wanted.abs()).all()
+    noise = noise_of(values(full)) if "nano" in storage else 0.0
+    assert ((found - wanted).abs() <= part * wanted.abs() + noise).all()
+
+
+def noise_of(numbers: Tensor, steps: int = 80) -> Tensor:
+    """Six deviations of sums of roundings to split20's places, half a place or less each."""
+    return 6 * 0.5 * steps**0.5 * torch.exp2(torch.frexp(numbers.abs() + 80 * LR).exponent - 12.0)
+
+
+def draw_anew(optimizer: Any, seed: int) -> None:
+    """Other random bytes than an optimizer's before, which counted the same steps."""
+    for group in optimizer.param_groups:
+        if "seed" in group:
+            group["seed"] = seed
 
 
 # A new optimizer on weights that were trained before.
@@ -87,13 +102,13 @@ def test_stages_with_new_optimizers_go_float32s_way(
 ) -> None:
     full, low = pair(device, dtype)
     before = values(full)
-    for _ in range(40):
+    for stage in range(40):
         for model in (full, low):
-            own = MASTERED[storage] if model is low else {}
+            own = {**MASTERED[storage], "seed": stage} if model is low else {}
             optimizer = CLASSES[kind](model.parameters(), **own)
             for _ in range(2):
                 step(model, optimizer)
-    assert_as_float32(full, low, before)
+    assert_as_float32(full, low, before, storage)
 
 
 def cleared(model: nn.Module, optimizer: Any) -> Any:
@@ -161,12 +176,13 @@ def test_a_state_that_is_taken_away_leaves_the_bits(device: str, after: str, sto
         CLASSES["SGD"](full.parameters()),
         CLASSES["SGD"](low.parameters(), **MASTERED[storage]),
     ]
-    for _ in range(40):
+    for stage in range(40):
         for model in (full, low):
+            draw_anew(optimizers[0], stage)
             for _ in range(2):
                 step(model, optimizers[0])
             optimizers.append(AFTER[after](model, optimizers.pop(0)))
-    assert_as_float32(full, low, before)
+    assert_as_float32(full, low, before, storage)
 
 
 @pytest.mark.parametrize("storage", MASTERED)
@@ -242,11 +258,14 @@ EVERY: dict[str, Maker] = {
 def test_any_optimizer_goes_on_from_any_other(device: str, first: str, dtype: torch.dtype) -> None:
     """Each of the others after the first, which is made anew every second stage."""
     for second in EVERY:
+        if not is_allowed(*first.split(), *second.split(), dtype):
+            continue
         full, low = pair(device, dtype)
         start, total = values(full), 0
-        for kind in (first, second) * 8:
+        for stage, kind in enumerate((first, second) * 8):
             before, weights = values(low), raw_bytes(low.state_dict())
             optimizer = EVERY[kind](low.parameters())
+            draw_anew(optimizer, stage)
             # To make one changes nothing. Half a unit is a float32 number less as float32 master;
             # a split's remainder beside float16 has steps of 2^-40 near 0.
             atol = 2.0**-41 if dtype == torch.float16 else 0
@@ -257,7 +276,8 @@ def test_any_optimizer_goes_on_from_any_other(device: str, first: str, dtype: to
                 total += 1
         # LARC multiplies an AdamW's gradients alone, so every step here moves by LR.
         moved = values(low) - start
-        assert ((moved + total * LR).abs() <= 0.02 * total * LR).all(), second
+        noise = noise_of(start, total) if "nano" in first + second else 0.0
+        assert ((moved + total * LR).abs() <= 0.02 * total * LR + noise).all(), second
 
 
 def test_an_average_goes_on_with_the_true_bits(device: str) -> None:
@@ -482,8 +502,9 @@ def test_a_copy_after_steps_has_the_bits(device: str, name: str, storage: str) -
         assert torch.equal(values(low), wanted)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [c for c in itertools.product(EVERY, LOW) if is_allowed(*c[0].split(), c[1])]
+)
 def test_stages_of_copies_of_a_model_never_prepared(
     device: str, kind: str, dtype: torch.dtype
 ) -> None:
@@ -495,17 +516,17 @@ def test_stages_of_copies_of_a_model_never_prepared(
         for name, param in low.named_parameters():
             load[name].copy_(param)
     before = values(full)
-    for _ in range(40):
+    for stage in range(40):
         for model in (full, low):
             optimizer = (CLASSES["SGD"] if model is full else EVERY[kind])(model.parameters())
+            draw_anew(optimizer, stage)
             for _ in range(2):
                 step(model, optimizer)
         earlier, low = low, copy.deepcopy(low)
         wanted = values(low)
         step(earlier, CLASSES["SGD"](earlier.parameters()))  # the bits of the copy are its own
         assert torch.equal(values(low), wanted)
-    moved, wanted = values(low) - before, values(full) - before
-    assert ((moved - wanted).abs() <= 0.02 * wanted.abs()).all()
+    assert_as_float32(full, low, before, kind, part=0.02)
 
 
 def test_the_other_dtype_after_steps_keeps_the_float32_values(device: str) -> None:
@@ -536,9 +557,10 @@ def test_the_state_shows_the_bits_and_no_others_are_kept(device: str, storage: s
     assert "original" not in report.bytes
     second = [n for n in report.bytes if n.startswith(("master", "remainder"))]
     bits = sum(report.bytes[name] for name in second)
-    kept = [weakref.ref(t) for n in second for s in optimizer.state.values() for t in [s[n]]]
+    states = list(optimizer.state.values())
+    kept = [weakref.ref(state[name]) for name in second for state in states if name in state]
     moments = [weakref.ref(s[n]) for s in optimizer.state.values() for n in s if n not in second]
-    del optimizer, report
+    del optimizer, report, states
     gc.collect()
     assert all(each() is None for each in moments)
     later = amp.optim.SGD(low.parameters(), lr=LR)
