@@ -120,7 +120,7 @@ def test_a_wrapped_optimizer_goes_on_past_an_overflow_too(start: Start, device: 
 
 # float16 weights.
 
-MEMORY = [None, "exact", "lean", "tiny", "micro", "nano", "masterless"]
+MEMORY = [None, "exact", "lean", "tiny", "micro", "masterless"]
 
 
 def small_loss(weight: Tensor, power: int = -20) -> Tensor:
