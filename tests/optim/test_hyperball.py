@@ -109,7 +109,10 @@ def test_adamw_follows_the_papers_two_lines_in_float64(device: str) -> None:
     ],
 )
 def test_norms_stay_for_a_thousand_steps(device: str, kind: str, dtype: str, memory: str) -> None:
-    """Masters of 16 bits round 12,288 elements by 2^-17 at most each: their norm by about 2^-23."""
+    """Masters of 16 bits round 12,288 elements by 2^-17 at most each: their norm by about 2^-23.
+
+    Those of 12 round by 2^-11 at most, with a deviation of 2^-12 or less: the norm by 2^-19.
+    """
     param = matrix(device, DTYPES[dtype])
     optimizer = made(kind, [param], memory=memory)
     before, furthest = norm_of(optimizer, param), 0.0
@@ -118,7 +121,7 @@ def test_norms_stay_for_a_thousand_steps(device: str, kind: str, dtype: str, mem
         optimizer.step()
         if step % 50 == 49:
             furthest = max(furthest, abs(norm_of(optimizer, param) / before - 1))
-    assert furthest < 2**-20
+    assert furthest < (2**-16 if memory == "nano" else 2**-20)
     turned = np.vdot(array(matrix(device, DTYPES[dtype])), array(param)) / before**2
     assert turned < 0.99, "the weights have not moved"
 

@@ -65,14 +65,13 @@ IN_GROUPS = ("log8", "m8", "i8", "tiny", "micro", "nano", "masterless")
 
 
 def fits(cut: str, options: dict[str, Any]) -> bool:
-    """Whether each block has whole groups, or pairs, if one of these formats needs them."""
+    """Whether each block has whole groups, or columns in pairs, if a format needs them."""
     shape, pieces = CUTS[cut]
     parts = [block(shape, pieces, rank)[-1] for rank in range(prod(pieces))]
     named = set(map(str, options.values()))
-    group = 32 if named & set(IN_GROUPS) else 2 if "split20" in named else 1
-    return group == 1 or (
-        len(shape) > 1 and all(p.start % group == p.stop % group == 0 for p in parts)
-    )
+    if not named & set(IN_GROUPS):
+        return "split20" not in named or (len(shape) > 1 and shape[-1] % (2 * pieces[-1]) == 0)
+    return len(shape) > 1 and all(p.start % 32 == p.stop % 32 == 0 for p in parts)
 
 
 def steps(device: str, shape: tuple[int, ...], pieces: Pieces, way: str) -> dict[str, np.ndarray]:
