@@ -18,7 +18,8 @@ def check_dtype(found: Any, choices: Sequence[torch.dtype], argument: str = "dty
     *others, last = map(str, choices)
     name = f"the string {found!r}" if isinstance(found, str) else str(found)
     remedy = f": write torch.{found}" if f"torch.{found}" in (*others, last) else ""
-    raise ValueError(f"{argument} must be {', '.join(others)} or {last}, found {name}{remedy}")
+    known = f"{', '.join(others)} or {last}" if others else last
+    raise ValueError(f"{argument} must be {known}, found {name}{remedy}")
 
 
 def check_choice(name: str, found: Any, known: Collection[str]) -> None:
