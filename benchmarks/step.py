@@ -34,7 +34,13 @@ STEP_BYTES = {
     "lean": 2 + 2 * (2 + 1 + 2 + 2),
     "tiny": 2 + 2 * (2 + 1 + 33 / 32 + 1 / 32 + 2),
     "micro": 2 + 2 * (2 + 1 + 33 / 32 + 1 / 32 + 1 + 1 / 32),
+    "nano": 2 + 2 * (2 + 1 / 2 + 33 / 32 + 1 / 32 + 1 + 1 / 32),
 }
+
+
+def presets_of(dtype: torch.dtype) -> list[str]:
+    """The values of memory= for weights of a dtype."""
+    return [memory for memory in STEP_BYTES if dtype == torch.bfloat16 or memory != "nano"]
 
 
 def weights(
@@ -81,12 +87,12 @@ def passes(sizes: list[int], device: str, dtype: torch.dtype = torch.bfloat16) -
     """
     total = sum(sizes)
     found = []
-    for memory, each in STEP_BYTES.items():
+    for memory in presets_of(dtype):
         for checks in (False, True):
             model = weights(sizes, device, dtype)
             optimizer = amp.optim.AdamW(model, lr=1e-4, memory=memory, check_overflow=checks)
             name = f"  AdamW.step {'checked' if checks else 'alone'}, {memory}"
-            moved = round((each + checks * MEASURE_BYTES) * total)
+            moved = round((STEP_BYTES[memory] + checks * MEASURE_BYTES) * total)
             found.append(Candidate(name, optimizer.step, moved))
     for measured, width in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)):
         grads = [p.grad.to(measured) for p in weights(sizes, device)]
@@ -143,7 +149,7 @@ def main() -> None:
         base = torch_pipeline(sizes, device, dtype)
         candidates = [
             base,
-            *(our_step(sizes, device, memory, dtype) for memory in STEP_BYTES),
+            *(our_step(sizes, device, memory, dtype) for memory in presets_of(dtype)),
             *(passes(sizes, device, dtype) if sizes[0] > 10_000 else []),
             in_place(sum(sizes), device),
             reading(sum(sizes), device),

@@ -9,7 +9,7 @@ import amp_mp as amp
 RANKS = (8, 64, 256, 1024)
 GIB = 2**30
 # Of sharded_memory's recipes.
-SHORT = ("float32", "float32, lean states", "exact", "lean", "tiny", "micro", "masterless")
+SHORT = ("float32", "float32, lean states", "exact", "lean", "tiny", "micro", "nano", "masterless")
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def measure_copy(dtype: torch.dtype, shapes: ShapeList, device: str) -> Copy:
 
 def ours() -> list[Candidate]:
     """amp_mp's, those that targets speak of first; then while changes are noted."""
-    order: tuple[str, ...] = ("exact", "tiny", "lean", "micro", "float32")
+    order: tuple[str, ...] = ("exact", "tiny", "lean", "micro", "nano", "float32")
     found = []
     for memory in order:
         moved = MEASURE_BYTES + STEP_BYTES[memory]

@@ -56,8 +56,11 @@ def check(device: str) -> dict[str, dict[str, Any]]:
     step_launches, step_kernels: without forward and backward, of the seventh.
     """
     found = {}
-    dtypes = (torch.bfloat16, torch.float16)
-    for dtype, memory in itertools.product(dtypes, ("float32", "exact", "lean", "tiny", "micro")):
+    dtypes, memories = (
+        (torch.bfloat16, torch.float16),
+        ("float32", "exact", "lean", "tiny", "micro"),
+    )
+    for dtype, memory in [*itertools.product(dtypes, memories), (torch.bfloat16, "nano")]:
         backward, step = trainer(dtype, memory, device)
 
         def whole(backward: Work = backward, step: Work = step) -> None:

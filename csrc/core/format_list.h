@@ -2,7 +2,8 @@
 // The list of formats: how an array of numbers may be stored, and which arrays may be stored so.
 // Everything that depends on the set of formats is derived from it. A new format is a line in the
 // list, its `decode` and `encode` in core/formats.h and two lines in cuda/convert.h; one of groups
-// is a line in the list and a struct as core/groups.h says.
+// is a line in the list and a struct as core/groups.h says, a split master one and a struct of
+// core/splits.h (docs/adding_things.md).
 #include <cstdint>
 
 #include "core/macros.h"
