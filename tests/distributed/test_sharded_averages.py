@@ -41,7 +41,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Embedding(11, 6)
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(24, 6)
         self.norm = nn.LayerNorm(6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.few = nn.Linear(6, 1)
