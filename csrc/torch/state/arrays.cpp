@@ -96,7 +96,7 @@ std::vector<int64_t> second_shape(Format format, py::handle param,
 
 std::vector<int64_t> grouped_shape(at::IntArrayRef sizes, std::vector<int64_t> part, int64_t group,
                                    bool row_major) {
-  if (count_of(sizes) >= group && row_major) {
+  if (row_major && !sizes.empty()) {
     const int64_t row = count_of(sizes.slice(1));
     if (sizes.back() % group == 0) {
       part.back() /= group;

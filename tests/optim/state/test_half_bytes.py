@@ -15,9 +15,11 @@ import pytest
 import reference
 import reference_formats as formats
 import torch
+from cuts import as_rank, block, shard
 from helpers import array, assert_same, random, raw_bytes, through_a_file
 from rules import found_master, raw
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import amp_mp as amp
 
@@ -81,6 +83,19 @@ def test_two_neighbours_of_a_row_share_a_byte_or_split24_takes_its_place(
     other = amp.optim.AdamW([twin], lr=1e-2, **NANO)
     other.load_state_dict(through_a_file(optimizer.state_dict(), True, device))
     assert raw_bytes([*other.state[twin].values()]) == raw_bytes([*state.values()])
+
+
+def test_a_process_without_rows_has_remainders_of_no_rows() -> None:
+    with as_rank(1, 2):
+        whole, mesh = ones(1, 4, 6), init_device_mesh("cpu", (2,))
+        part = shard(whole, mesh, block(whole.shape, (2, 1, 1), 1))
+        param = nn.Parameter(part)
+        param.grad = part.clone()
+        optimizer = amp.optim.AdamW([param], **NANO)
+        optimizer.step()
+        held = optimizer.state[param]["remainder4"]
+        assert held.shape == (1, 4, 3)
+        assert held.to_local().shape == (0, 4, 3)
 
 
 def test_the_other_arrays_of_nano_are_those_of_micro(device: str) -> None:

@@ -26,7 +26,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distributed")]
 
 PRESETS = ("float32", "exact", "lean", "tiny", "micro", "nano", "masterless")
 IN_GROUPS = ("tiny", "micro", "nano", "masterless")
-MATRICES = ((96, 64), (3, 64), (33, 96), (4, 2, 8, 8), (6, 2, 32), (1, 64), (1, 32), (4, 6))
+MATRICES = (
+    (96, 64),
+    (3, 64),
+    (33, 96),
+    (4, 2, 8, 8),
+    (6, 2, 32),
+    (1, 64),
+    (1, 32),
+    (4, 6),
+    (1, 4, 6),
+)
 SHAPES = (*MATRICES, (33,), (64,), (1,))
 # The shapes whose states "tiny" and "micro" store in groups, where parameters are split by rows, as
 # by fully_shard, and by columns; in one process as by rows.
