@@ -300,7 +300,9 @@ def decode(parts: Sequence[Bits], format: str, weight: str = "") -> Floats:
     """The numbers that the arrays hold."""
     if format in REMAINDER_BITS:
         if weight == "bfloat16":
-            remainder = unpacked(parts[1]) if format == "split20" else parts[1]
+            remainder = parts[1]
+            if format == "split20":
+                remainder = unpacked(remainder).reshape(parts[0].shape)
             return _decode_split_bfloat16(parts[0], remainder, REMAINDER_BITS[format])
         return _decode_split_float16(parts[0], parts[1], format)
     if format in GROUPED:
