@@ -194,9 +194,9 @@ __device__ __forceinline__ Pack8 read(const void* data, int64_t at, int width, i
 __device__ __forceinline__ uint32_t read_nibbles(const void* data, int64_t at, int n, bool whole) {
   const uint8_t* from = static_cast<const uint8_t*>(data) + at / kPacked;
   if (whole) return *reinterpret_cast<const uint32_t*>(from);
+  // A loop of few registers: four loads at once would have AMSGrad's kernel spill one.
   uint32_t word = 0;
-  for (int k = 0; k < kPack / kPacked; ++k)
-    if (kPacked * k < n) word |= uint32_t(from[k]) << (8 * k);
+  for (int k = (has_eight(n) ? kPack : n) / kPacked - 1; k >= 0; --k) word = word << 8 | from[k];
   return word;
 }
 

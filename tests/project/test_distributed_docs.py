@@ -37,7 +37,7 @@ def test_the_table_of_a_7_b_model_is_what_its_block_prints(
     page = (ROOT / "docs/memory.md").read_text()
     exec(blocks(page)[0], {})
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 9
+    assert printed.count("\n") == 10
     assert printed in page
 
 

@@ -186,14 +186,14 @@ def template(
             found |= _grouped(entry, data, scales, param)
         elif entry in found:  # the scales of codes
             continue
-        elif _is_packed_for(entry, data, param):
-            own = _C.second_shape(stored.PACKED, param, local_of(param).shape)
-            empty_part = local_of(param).new_empty(own, dtype=data.properties.dtype)
-            found[entry] = like(empty_part, param, data.size)
         elif data.size == shape:
             alike[entry] = data.properties.dtype
         elif data.size == (*shape, 2) and data.properties.dtype == torch.uint8:
             in_bytes.append(entry)
+        elif _is_packed_for(entry, data, param):
+            own = _C.second_shape(stored.PACKED, param, local_of(param).shape)
+            empty_part = local_of(param).new_empty(own, dtype=data.properties.dtype)
+            found[entry] = like(empty_part, param, data.size)
         else:
             wholes[entry] = key
     found |= empty_like(param, {**alike, **dict.fromkeys(in_bytes, torch.int16)})
