@@ -744,3 +744,19 @@ def test_what_an_optimizer_shows_of_a_weight_that_another_has_stepped(
     load(first, low)
     bound = 2.0**-15 if memory == "lean" else 0.0
     assert bool(((values(low) - before).abs() <= bound * before.abs()).all())
+
+
+@pytest.mark.parametrize(("storage", "dtype"), cases(MASTERED, LOW))
+def test_weights_that_are_not_row_major_begin_with_their_float32_values(
+    device: str, storage: str, dtype: torch.dtype
+) -> None:
+    wide = nn.Conv2d(4, 8, 3, bias=False).to(device, memory_format=torch.channels_last)
+    model = amp.prepare(copy.deepcopy(wide), dtype)
+    optimizer = amp.optim.SGD(model.parameters(), lr=0.0, **MASTERED[storage])
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    bound = 0.0 if storage in ("exact", "float32") else 2.0**-15  # of split24 beside bfloat16
+    bound = max(bound, 2.0**-16 if dtype == torch.float16 else 0.0)
+    found = amp.float32_of(model.weight, optimizer)
+    assert bool(((found - wide.weight).abs() <= bound * wide.weight.abs() + 2.0**-40).all())
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)

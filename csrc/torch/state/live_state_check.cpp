@@ -47,7 +47,9 @@ void check_state(const Member& member) {
     const py::handle held = item_of(state, master.entry);
     const bool is_earlier = is_tensor(held) && local_of(held).numel() == 0;
     if (is_earlier) continue;  // it is empty: weights/weight.h
-    check(master.entry, is_of_size);
+    check(master.entry, [&](const at::Tensor& t, const at::Tensor& param) {
+      return t.sizes() == at::IntArrayRef(master_shape(param, master.dtype));
+    });
     if (is_tensor(held))
       check_plain(local_of(held), {"the master", member.tensor_index, &member.label});
   }

@@ -129,7 +129,8 @@ at::Tensor made_beside(const ArrayTensors& from, const at::Tensor& weight, at::S
     return made;
   }
   const at::Tensor above = own.view(at::kShort).sub(weight.view(at::kShort));
-  return made.masked_fill(above.ne(0), 0)
+  return made
+      .masked_fill_(above.ne(0), 0)  // in place: torch's copy would be row-major
       .masked_fill_(above.eq(1), largest)
       .masked_fill_(above.eq(-1), -largest - 1);
 }

@@ -231,7 +231,7 @@ def warn_of_small_rate(group: Mapping[str, Any]) -> None:
         return
     warn(
         f'masters stored as "split20" (memory="nano") at lr={lr:g} get noise: at 1e-6 a quarter of '
-        'how far weights move in 2,000 steps; take memory="micro"'
+        'how far weights move in 2,000 steps; memory="exact" has none'
     )
 
 
