@@ -144,8 +144,8 @@ AMP_MP_BOTH void apply_pairs(const Slot slot, int64_t begin, int64_t end, const 
   noting.add();
 }
 
-// The formats of a master and its states that apply_pairs has, beside those of the slot: calls
-// f.operator()<W, F0, F1>() and returns true where they are the slot's.
+// Calls f.operator()<W, F0, F1>() if these are the formats of the slot's master and states; returns
+// whether they are.
 template <Format W, Format F0, Format F1 = Format::float32, class F>
 AMP_MP_BOTH bool is_done(const Slot& slot, const F& f) {
   if (slot.master.format != W || slot.state[0].format != F0) return false;

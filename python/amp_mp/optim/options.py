@@ -226,13 +226,14 @@ LEAST_RATE_OF_SPLIT20 = 5e-6
 
 def warn_of_small_rate(group: Mapping[str, Any]) -> None:
     """Warns where masters in split20 would be noise: a new group's rate, before any schedule."""
+    if group.get("master") != "split20":
+        return  # without a look at a rate that may be on a GPU
     lr = float(group["lr"])
-    if group.get("master") != "split20" or not 0 < lr < LEAST_RATE_OF_SPLIT20:
-        return
-    warn(
-        f'masters stored as "split20" (memory="nano") at lr={lr:g} get noise: at 1e-6 a quarter of '
-        'how far weights move in 2,000 steps; memory="exact" has none'
-    )
+    if 0 < lr < LEAST_RATE_OF_SPLIT20:
+        warn(
+            f'masters stored as "split20" (memory="nano") at lr={lr:g} get noise: at 1e-6 a '
+            'quarter of how far weights move in 2,000 steps; memory="exact" has none'
+        )
 
 
 def check_choices(group: Mapping[str, Any]) -> None:
