@@ -137,10 +137,11 @@ def watched_copy(memory: str, shapes: ShapeList, device: str) -> Copy:
     changes = amp.Changes(nn.ParameterList(copy.params))
 
     def verify() -> str:
-        wrong = [watched.name for watched, is_all in changes._look() if is_all]
+        count = changes.count()
+        wrong = [watched.name for watched in changes._watched.values() if watched.has_all_changed]
         if wrong:
             return f"{len(wrong)} sums are not those of the weights, the first of {wrong[0]}"
-        return copy.verify() or ("" if changes.count() else "no change was noted")
+        return copy.verify() or ("" if count else "no change was noted")
 
     return Copy(copy.run, verify)
 

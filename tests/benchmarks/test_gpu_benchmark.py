@@ -112,6 +112,7 @@ def test_bytes_are_what_each_one_moves() -> None:
         "amp_mp tiny": 16.125e6,
         "amp_mp lean": 18e6,
         "amp_mp micro": 14.1875e6,
+        "amp_mp nano": 13.1875e6,
         "amp_mp float32": 32e6,
         "amp_mp measure bfloat16": 2e6,
         "amp_mp measure float16": 2e6,
@@ -278,4 +279,4 @@ def test_the_check_for_waits_runs(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--json", str(path)], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(path.read_text())) == 10
+    assert len(json.loads(path.read_text())) == 11
