@@ -52,7 +52,6 @@ int64_t count_of(at::IntArrayRef sizes) {
 
 // The format that replaces a format of groups if groups do not fit.
 Format without_groups(Format format) {
-  if (is_packed(format)) return Format::bfloat16_split24;
   return kFormats[int(format)].is(kForMoment) ? Format::bfloat16 : Format::ue8m8;
 }
 

@@ -30,7 +30,8 @@ std::vector<int64_t> second_shape(Format format, py::handle param,
 std::vector<int64_t> grouped_shape(at::IntArrayRef sizes, std::vector<int64_t> part, int64_t group,
                                    bool row_major);
 
-// The format in which a state or master of the declared format is stored for this parameter.
+// The format in which a state of the declared format is stored for this parameter. (A master's:
+// master_entry in rule_table.h.)
 Format format_beside(Format declared, py::handle param);
 
 // The kernels' form of a state's format: bfloat16 states are always rounded stochastically.

@@ -22,10 +22,9 @@ constexpr double kLargestHalf = 65504;
 // The sum of a low-precision weight (core/changes.h) in the order of the memory of `like`, a
 // master. The host waits for it.
 uint64_t sum_of(const at::Tensor& given, const at::Tensor& like) {
-  const bool is_same = is_packed(like) ? given.is_contiguous() : same_layout(given, like);
-  const at::Tensor weight = is_same           ? given
-                            : is_packed(like) ? given.contiguous()
-                                              : placed(given, like);
+  const at::Tensor weight = is_packed(like)            ? given.contiguous()
+                            : same_layout(given, like) ? given
+                                                       : placed(given, like);
   const at::Tensor sum = at::zeros({1}, weight.options().dtype(at::kLong));
   compare({weight.detach()}, {std::nullopt}, {sum}, {weight.scalar_type()});
   return uint64_t(sum.item<int64_t>());
